@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from scripts.markdown_table import render_table
 from trainium_contract.faults.causes import CAUSES
-from trainium_contract.faults.classify import classify_sign, default_responses
+from trainium_contract.faults.classify import classify_sign, get_default_responses
 from trainium_contract.faults.responses import Response, Responses
 from trainium_contract.faults.signs import (
     CLAIM_HEALTH,
@@ -73,7 +73,7 @@ def reference_text(header: str) -> str:
                     f"`{row.cause}`",
                     row.sentence,
                     row.blame.value.lower(),
-                    *_response_texts(default_responses(row.cause)),
+                    *_response_texts(get_default_responses(row.cause)),
                     row.budget.value if row.budget else "not counted",
                     "yes" if row.suspects_node else "",
                 )

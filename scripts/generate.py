@@ -22,7 +22,7 @@ import yaml
 
 from scripts import causes_page, commands_page, metrics_page
 from scripts.markdown_table import render_table
-from trainium_contract.definition.crd import custom_resource_definition, object_schema
+from trainium_contract.definition.crd import build_custom_resource_definition, build_object_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -61,7 +61,7 @@ def to_yaml(data: Any) -> str:
 
 @functools.cache
 def _crd_yaml() -> str:
-    return to_yaml(custom_resource_definition())
+    return to_yaml(build_custom_resource_definition())
 
 
 def crd_text() -> str:
@@ -74,7 +74,7 @@ def chart_crd_text() -> str:
     text = _crd_yaml()
     if "{{" in text:
         raise ValueError("the CRD contains '{{', which helm would read as a template; reword the description")
-    name = f"  name: {custom_resource_definition()['metadata']['name']}\n"
+    name = f"  name: {build_custom_resource_definition()['metadata']['name']}\n"
     before, after = text.split(name, 1)
     metadata = (
         "  labels:\n"
@@ -90,7 +90,7 @@ def chart_crd_text() -> str:
 
 def fields_page() -> str:
     """Return `docs/job-fields.md`: tables of the spec and of the status."""
-    schemas = object_schema()["properties"]
+    schemas = build_object_schema()["properties"]
     sections = [
         f"<!-- {_HEADER} -->\n# Fields of a TrainingJob",
         "[Write a job](job.md) has tasks and examples.",

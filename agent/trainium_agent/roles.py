@@ -51,7 +51,7 @@ class RoleDirectory:
             return {}
         environment = {worker_env.ENV_ROLES_FILE: os.fspath(self._path)}
         for role, addresses in self._endpoints.addresses.items():
-            text, name = ",".join(addresses), worker_env.role_variable(role)
+            text, name = ",".join(addresses), worker_env.format_role_variable(role)
             if len(text) <= worker_env.MAX_ROLE_VARIABLE:
                 environment[name] = text
             else:

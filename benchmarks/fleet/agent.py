@@ -33,9 +33,9 @@ from trainium_contract.wire.stream import (
     UPGRADE,
     FrameKind,
     FrameReader,
+    draw_jitter,
     encode_frame,
     encode_keepalive,
-    jitter_fraction,
     must_send_now,
 )
 
@@ -248,7 +248,7 @@ class Agent:
                 must_send = must_send_now(last, message)
                 if must_send or now - last_at >= self._full_heartbeat_seconds * jitter:
                     unacknowledged.append(now)
-                    last, last_at, jitter = message, now, jitter_fraction(random.random(), after_change=must_send)
+                    last, last_at, jitter = message, now, draw_jitter(random.random(), after_change=must_send)
                     stream.send(FrameKind.HEARTBEAT, _encode(message))
                 else:
                     stream.send(FrameKind.KEEPALIVE, encode_keepalive(message))
@@ -408,7 +408,7 @@ class StreamConnection(asyncio.Protocol):
                 self.end(status)
                 return
             self.opened.set_result(None)
-        for kind, payload in self._reader.frames(data):
+        for kind, payload in self._reader.split_frames(data):
             if kind == FrameKind.PACKED_MEMBERSHIP:
                 self._on_frame(FrameKind.MEMBERSHIP, _decompress(payload))
             else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.cache.membership_record import read_membership
-from trainium_operator.plan.manifests.affinity import with_affinity
+from trainium_operator.plan.manifests.affinity import add_affinity
 from trainium_operator.plan.manifests.worker_pod import build_pod_template
 from trainium_operator.plan.model.observed import JobView, PlanSettings
 
@@ -67,7 +67,7 @@ def worker_manifests(job: Json, count: int, layers: Iterable[str]) -> list[Json]
         topology_layers=frozenset(layers),
     )
     template = build_pod_template(view, settings)
-    spec_with_affinity = with_affinity(template["spec"], view, settings)
+    spec_with_affinity = add_affinity(template["spec"], view, settings)
     pods = []
     for number in range(count):
         pod = f"{view.name}-w-{number}"

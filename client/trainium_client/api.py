@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.api_server.errors import ClientError, ConflictError, ForbiddenError, NotFoundError
 from trainium_contract.stored_json import read_json
-from trainium_contract.views.raw import mapping, objects
+from trainium_contract.views.raw import read_mapping, read_objects
 from trainium_contract.wire.worker_env import GROUP, KIND, LABEL_JOB, LABEL_ROLE, PLURAL, ROLE_WORKER, VERSION
 
 if TYPE_CHECKING:
@@ -84,17 +84,17 @@ class Api:
 
     # --- jobs ----------------------------------------------------------------------------------------------------
 
-    def job(self, name: str) -> Json:
+    def read_job(self, name: str) -> Json:
         """Return the TrainingJob. Raises NotFoundError with similar names."""
         return self._call_jobs("get", name)
 
-    def jobs(self) -> list[Json]:
+    def list_jobs(self) -> list[Json]:
         """Return all jobs of the namespace."""
-        return _items(self._call_jobs("list"))
+        return _list_items(self._call_jobs("list"))
 
-    def all_jobs(self) -> list[Json]:
+    def list_all_jobs(self) -> list[Json]:
         """Return all jobs of all namespaces."""
-        return _items(self.call(Request("list", f"{PLURAL}.{GROUP}")))
+        return _list_items(self.call(Request("list", f"{PLURAL}.{GROUP}")))
 
     def create_job(self, manifest: Json, *, dry_run: bool = False) -> Json:
         """Create the job; a dry run only validates it."""
@@ -122,7 +122,7 @@ class Api:
     def scale_role(self, job: Json, role: str, replicas: int) -> None:
         """Set the number of pods of a role of a job as it was read. Raises ClientError for an unknown role."""
         name = str(job["metadata"]["name"])
-        names = [str(entry.get("name")) for entry in objects(mapping(job, "spec"), "roles")]
+        names = [str(entry.get("name")) for entry in read_objects(read_mapping(job, "spec"), "roles")]
         if role not in names:
             known = f"its roles are {', '.join(names)}" if names else "it has no roles (spec.roles)"
             raise ClientError(f"{name} has no role {role}; {known}")
@@ -140,29 +140,29 @@ class Api:
 
     # --- objects of a job ----------------------------------------------------------------------------------------
 
-    def membership(self, job: str) -> Json | Unreadable:
+    def read_membership(self, job: str) -> Json | Unreadable:
         """Return the ConfigMap that records the members."""
-        return self.config_map(f"{job}-membership")
+        return self.read_config_map(f"{job}-membership")
 
-    def config_map(self, name: str) -> Json | Unreadable:
+    def read_config_map(self, name: str) -> Json | Unreadable:
         """Return a ConfigMap."""
         return self._read(Request("get", "configmaps", self.namespace, name))
 
-    def pod_table(self, job: str) -> Json | Unreadable:
+    def read_pod_table(self, job: str) -> Json | Unreadable:
         """Return the worker pods as the server's table: a tenth of the bytes of the pods."""
-        query = {"labelSelector": worker_selector(job), "includeObject": "None"}
+        query = {"labelSelector": build_worker_selector(job), "includeObject": "None"}
         return self._read(Request("list", "pods", self.namespace), query=query, accept=TABLE)
 
-    def pods(self, selector: str) -> list[Json] | Unreadable:
+    def list_pods(self, selector: str) -> list[Json] | Unreadable:
         """Return the pods with these labels."""
         return self._list(Request("list", "pods", self.namespace), {"labelSelector": selector})
 
-    def events(self, job: str) -> list[Json] | Unreadable:
+    def list_events(self, job: str) -> list[Json] | Unreadable:
         """Return events about the job."""
         query = {"fieldSelector": f"involvedObject.kind={KIND},involvedObject.name={job}"}
         return self._list(Request("list", "events", self.namespace), query)
 
-    def nodes(self) -> list[Json] | Unreadable:
+    def list_nodes(self) -> list[Json] | Unreadable:
         """Return all nodes."""
         return self._list(Request("list", "nodes"), {})
 
@@ -172,7 +172,7 @@ class Api:
         chosen = {"container": container} if container else {}
         response = self.connection.request("GET", request.path, query={**chosen, **query}, accept="*/*")
         if response.status >= 400:
-            return Unreadable.from_error(_refusal(request, response))
+            return Unreadable.from_error(_build_refusal(request, response))
         return response.body.decode(errors="replace")
 
     # --- any object ----------------------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ class Api:
         """Send a request; raises a ClientError with a sentence."""
         response = self.connection.request(request.method, request.path, **more)
         if response.status >= 400:
-            raise _refusal(request, response)
-        return _object(request, response)
+            raise _build_refusal(request, response)
+        return _read_object(request, response)
 
     def _read(self, request: Request, **more: Any) -> Json | Unreadable:
         """Send a request whose refusal is returned instead of raised."""
@@ -193,24 +193,24 @@ class Api:
 
     def _list(self, request: Request, query: Mapping[str, str]) -> list[Json] | Unreadable:
         response = self._read(request, query=query)
-        return response if isinstance(response, Unreadable) else _items(response)
+        return response if isinstance(response, Unreadable) else _list_items(response)
 
     def _call_jobs(self, verb: str, name: str = "", *, resource: str = PLURAL, **more: Any) -> Json:
         request = Request(verb, resource, self.namespace, name)
         response = self.connection.request(request.method, request.path, **more)
         if response.status == _NOT_FOUND:
             # The server responds to an unknown resource with plain text, to an unknown object with a Status.
-            status = _status(response)
+            status = _read_status(response)
             sentence = self._explain_unknown_job(name) if name else str(status.get("message") or "not found")
             raise NotFoundError(sentence if status else self._explain_missing_definition())
         if response.status >= 400:
-            raise _refusal(request, response)
-        return _object(request, response)
+            raise _build_refusal(request, response)
+        return _read_object(request, response)
 
     def _explain_missing_definition(self) -> str:
         """Return why the cluster does not serve TrainingJobs in this version."""
         response = self.connection.request("GET", f"/apis/{GROUP}")
-        served = [str(version.get("version")) for version in _status(response).get("versions") or ()]
+        served = [str(version.get("version")) for version in _read_status(response).get("versions") or ()]
         if response.status == 200 and served:
             return (
                 f"the cluster serves TrainingJobs as {GROUP}/{', '.join(served)} and this command uses {VERSION}: "
@@ -227,7 +227,7 @@ class Api:
         if elsewhere:
             return f"{sentence}; there is one in namespace {' and '.join(elsewhere[:3])}: give it with -n"
         try:
-            known = sorted(str(job["metadata"]["name"]) for job in self.jobs())
+            known = sorted(str(job["metadata"]["name"]) for job in self.list_jobs())
         except ClientError:
             return sentence
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
@@ -245,20 +245,20 @@ class Api:
             job_list = self.call(Request("list", f"{PLURAL}.{GROUP}"), query=query)
         except ClientError:
             return []
-        return sorted({str(job["metadata"].get("namespace")) for job in _items(job_list)} - {self.namespace})
+        return sorted({str(job["metadata"].get("namespace")) for job in _list_items(job_list)} - {self.namespace})
 
 
-def worker_selector(job: str) -> str:
+def build_worker_selector(job: str) -> str:
     """Return the label selector of a job's workers."""
     return f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"
 
 
-def _items(response: Json) -> list[Json]:
+def _list_items(response: Json) -> list[Json]:
     items = response.get("items")
     return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
 
 
-def _object(request: Request, response: HttpResponse) -> Json:
+def _read_object(request: Request, response: HttpResponse) -> Json:
     try:
         body = read_json(response.body)
     except ValueError as error:
@@ -266,7 +266,7 @@ def _object(request: Request, response: HttpResponse) -> Json:
     return body if isinstance(body, dict) else {}
 
 
-def _status(response: HttpResponse) -> Json:
+def _read_status(response: HttpResponse) -> Json:
     try:
         body = read_json(response.body)
     except ValueError:
@@ -274,8 +274,10 @@ def _status(response: HttpResponse) -> Json:
     return body if isinstance(body, dict) else {}
 
 
-def _refusal(request: Request, response: HttpResponse) -> ClientError:
-    sentence = " ".join(str(_status(response).get("message") or response.body[:200].decode(errors="replace")).split())
+def _build_refusal(request: Request, response: HttpResponse) -> ClientError:
+    sentence = " ".join(
+        str(_read_status(response).get("message") or response.body[:200].decode(errors="replace")).split()
+    )
     if response.status == _FORBIDDEN:
         return ForbiddenError(
             f"you may not {request.text}; ask for a Role with verb {request.verb!r} on {request.resource!r}"

@@ -18,10 +18,10 @@ from trainium_client.read import read_interruption, read_job_snapshot, read_memb
 from trainium_client.retry import correct_manifest, retry_job
 from trainium_client.views.log_lines import parse_log_line
 from trainium_contract.api_server.errors import ClientError, NotFoundError
-from trainium_contract.views.checkpoints import metrics_path
+from trainium_contract.views.checkpoints import get_metrics_path
 from trainium_contract.views.events import EventView, build_event_views
 from trainium_contract.views.job import build_job_view
-from trainium_contract.views.raw import mapping, text
+from trainium_contract.views.raw import read_mapping, read_text
 from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
 
 if TYPE_CHECKING:
@@ -64,19 +64,19 @@ class TrainingJob:
     def from_file(cls, path: str | os.PathLike[str], **location: Any) -> TrainingJob:
         """Create a job from a manifest. Raises ClientError if the file has none."""
         manifest = read_manifest(path)
-        metadata = mapping(manifest, "metadata")
+        metadata = read_mapping(manifest, "metadata")
         labels = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
-        location = {"namespace": text(metadata, "namespace"), **location}
-        return cls(text(metadata, "name"), mapping(manifest, "spec"), metadata=labels, **location)
+        location = {"namespace": read_text(metadata, "namespace"), **location}
+        return cls(read_text(metadata, "name"), read_mapping(manifest, "spec"), metadata=labels, **location)
 
     def apply(self) -> TrainingJob:
         """Create the job, or change it to this spec (server-side apply)."""
         if self.spec is None:
             raise ClientError(f"there is no spec of {self.name} to apply: give one, or use from_file")
-        self._call(lambda api: api.apply_job(self._manifest(api), _MANAGER))
+        self._call(lambda api: api.apply_job(self._build_manifest(api), _MANAGER))
         return self
 
-    def _manifest(self, api: Api) -> dict[str, Any]:
+    def _build_manifest(self, api: Api) -> dict[str, Any]:
         metadata = {**self.metadata, "name": self.name, "namespace": api.namespace}
         return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": metadata, "spec": dict(self.spec or {})}
 
@@ -92,8 +92,8 @@ class TrainingJob:
         """Return the events, the newest first."""
 
         def read(api: Api) -> tuple[EventView, ...]:
-            uid = text(mapping(api.job(self.name), "metadata"), "uid")
-            return build_event_views(_require_readable(api.events(self.name)), uid=uid)
+            uid = read_text(read_mapping(api.read_job(self.name), "metadata"), "uid")
+            return build_event_views(_require_readable(api.list_events(self.name)), uid=uid)
 
         return self._call(read)
 
@@ -116,13 +116,13 @@ class TrainingJob:
 
         def read(api: Api) -> tuple[CurvePoint, ...]:
             first = read_members(api, self.name).rows[0]
-            return read_curve_in_pod(api, first.pod, metrics_path(api.job(self.name)))
+            return read_curve_in_pod(api, first.pod, get_metrics_path(api.read_job(self.name)))
 
         return self._call(read)
 
     def artifacts(self) -> tuple[ArtifactView, ...]:
         """Return the run's artifacts so far: models and adapters with their paths."""
-        return self._call(lambda api: build_job_view(api.job(self.name), now=time.time()).artifacts)
+        return self._call(lambda api: build_job_view(api.read_job(self.name), now=time.time()).artifacts)
 
     def wait(
         self,
@@ -166,7 +166,7 @@ class TrainingJob:
     def scale(self, size: int, *, role: str = "") -> None:
         """Change the number of nodes, or of the pods of a role."""
         if role:
-            self._call(lambda api: api.scale_role(api.job(self.name), role, size))
+            self._call(lambda api: api.scale_role(api.read_job(self.name), role, size))
         else:
             self._call(lambda api: api.scale_job(self.name, size))
 
@@ -182,8 +182,10 @@ class TrainingJob:
         """Run a failed job again from its newest checkpoint, with this spec or unchanged."""
 
         def start(api: Api) -> None:
-            job = api.job(self.name)
-            retry_job(api, job, None if self.spec is None else correct_manifest(job, self._manifest(api), "the spec"))
+            job = api.read_job(self.name)
+            retry_job(
+                api, job, None if self.spec is None else correct_manifest(job, self._build_manifest(api), "the spec")
+            )
 
         self._call(start)
 
@@ -191,7 +193,7 @@ class TrainingJob:
         """Delete the job and its pods; checkpoints stay. A missing job is no error."""
 
         def remove(api: Api) -> None:
-            uid = text(mapping(api.job(self.name), "metadata"), "uid")
+            uid = read_text(read_mapping(api.read_job(self.name), "metadata"), "uid")
             api.delete_job(self.name, uid, foreground=False)
 
         try:
@@ -201,9 +203,9 @@ class TrainingJob:
 
     def _repr_html_(self) -> str:
         """Render the job for a notebook."""
-        from trainium_client.notebook import cell_html  # noqa: PLC0415 - only notebooks need it
+        from trainium_client.notebook import render_cell  # noqa: PLC0415 - only notebooks need it
 
-        return cell_html(self.status())
+        return render_cell(self.status())
 
     def _call(self, action: Callable[[Api], _Result]) -> _Result:
         # Imported here: the Kubernetes library takes a third of a second.

@@ -38,9 +38,9 @@ class NotebookDisplay:
 
     def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:
         """Implement Display."""
-        from trainium_client.notebook import cell_html  # noqa: PLC0415 - only notebooks need it
+        from trainium_client.notebook import render_cell  # noqa: PLC0415 - only notebooks need it
 
-        content = {"text/html": cell_html(view, curve), "text/plain": _format_line(view)}
+        content = {"text/html": render_cell(view, curve), "text/plain": _format_line(view)}
         if self._handle is None:
             self._handle = self._display(content, raw=True, display_id=True)
         else:
@@ -55,9 +55,9 @@ class TerminalDisplay:
 
     def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:  # noqa: ARG002 - a terminal has no curve
         """Implement Display."""
-        from trainium_client.render.status import status_page  # noqa: PLC0415 - rich takes a while
+        from trainium_client.render.status import render_status  # noqa: PLC0415 - rich takes a while
 
-        self._live.update(status_page(view, now=time.time(), width=self._live.console.width), refresh=True)
+        self._live.update(render_status(view, now=time.time(), width=self._live.console.width), refresh=True)
 
 
 class LineDisplay:
@@ -113,7 +113,7 @@ def _read_curve_if_possible(read_curve: Callable[[], Sequence[CurvePoint]]) -> S
 @contextmanager
 def open_display() -> Iterator[Display]:
     """Open the display for the environment of this program."""
-    notebook = notebook_display()
+    notebook = find_notebook_display()
     if notebook is not None:
         yield NotebookDisplay(notebook)
     elif sys.stdout.isatty():
@@ -125,7 +125,7 @@ def open_display() -> Iterator[Display]:
         yield LineDisplay(sys.stdout.write)
 
 
-def notebook_display() -> Callable[..., Any] | None:
+def find_notebook_display() -> Callable[..., Any] | None:
     """Return IPython's `display` if a notebook's kernel runs this program; else None."""
     package: Any = sys.modules.get("IPython")
     shell = package.get_ipython() if package is not None else None
@@ -136,6 +136,6 @@ def notebook_display() -> Callable[..., Any] | None:
 
 
 def _format_line(view: JobView) -> str:
-    from trainium_client.render.status import status_line  # noqa: PLC0415 - rich takes a while
+    from trainium_client.render.status import format_status_line  # noqa: PLC0415 - rich takes a while
 
-    return status_line(view)
+    return format_status_line(view)

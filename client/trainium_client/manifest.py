@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainium_contract.api_server.errors import ClientError
-from trainium_contract.views.raw import mapping, text
+from trainium_contract.views.raw import read_mapping, read_text
 from trainium_contract.wire.worker_env import KIND
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ def read_manifest(path: str | os.PathLike[str], name: str = "") -> dict[str, Any
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ClientError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     jobs: dict[str, dict[str, Any]] = {
-        text(mapping(document, "metadata"), "name"): document for document in documents if _is_named_job(document)
+        read_text(read_mapping(document, "metadata"), "name"): document
+        for document in documents
+        if _is_named_job(document)
     }
     if not jobs:
         raise ClientError(f"{path} has no {KIND} with a name")
@@ -39,5 +41,5 @@ def _is_named_job(document: Any) -> bool:
     return (
         isinstance(document, dict)
         and document.get("kind") == KIND
-        and bool(text(mapping(document, "metadata"), "name"))
+        and bool(read_text(read_mapping(document, "metadata"), "name"))
     )

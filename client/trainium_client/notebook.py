@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from trainium_contract.pages.job_page import advice_html, facts_html
+from trainium_contract.pages.job_page import render_advice, render_facts
 from trainium_contract.pages.svg import draw_loss_chart
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ _STYLE = "".join(f".trn-job {rule}" for rule in _RULES)
 """Scoped to this element, because a notebook has many."""
 
 
-def cell_html(view: JobView, curve: Sequence[CurvePoint] = ()) -> str:
+def render_cell(view: JobView, curve: Sequence[CurvePoint] = ()) -> str:
     """Render the job as it is now."""
     title = f"<h3>{escape(view.namespace)}/{escape(view.name)}</h3>"
     drawn = draw_loss_chart(curve, ())
-    return f'<div class="trn-job"><style>{_STYLE}</style>{title}{advice_html(view)}{facts_html(view)}{drawn}</div>'
+    return f'<div class="trn-job"><style>{_STYLE}</style>{title}{render_advice(view)}{render_facts(view)}{drawn}</div>'

@@ -13,8 +13,8 @@ from trainium_contract.views.advice import advise_retry
 from trainium_contract.views.events import build_event_views
 from trainium_contract.views.interruptions import InterruptionView, read_interruptions
 from trainium_contract.views.job import build_job_view
-from trainium_contract.views.raw import mapping, objects, text
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.raw import read_mapping, read_objects, read_text
+from trainium_contract.views.status_reader import read_public_status
 from trainium_contract.views.workers import MemberRow, Members, PodRow, build_members, count_workers, parse_pod_table
 from trainium_contract.wire.recorded_membership import (
     REFUSAL_KEY,
@@ -44,12 +44,12 @@ class JobSnapshot:
 def read_job_snapshot(api: Api, name: str, now: float) -> JobSnapshot:
     """Read a job with its workers and events; the screen names what may not be read."""
     with ThreadPoolExecutor(3) as pool:
-        membership = pool.submit(api.membership, name)
-        table = pool.submit(api.pod_table, name)
-        events = pool.submit(api.events, name)
-        job = api.job(name)
+        membership = pool.submit(api.read_membership, name)
+        table = pool.submit(api.read_pod_table, name)
+        events = pool.submit(api.list_events, name)
+        job = api.read_job(name)
         record, pod_table, raw_events = membership.result(), table.result(), events.result()
-    job, refusal = with_newest_status(job, record)
+    job, refusal = apply_refused_status(job, record)
     members = decode_members(record)
     uid = str(job.get("metadata", {}).get("uid") or "")
     pods = () if isinstance(pod_table, Unreadable) else parse_pod_table(pod_table, now)
@@ -67,11 +67,11 @@ def read_job_snapshot(api: Api, name: str, now: float) -> JobSnapshot:
 
 def read_members(api: Api, name: str) -> Members:
     """Read the members. Raises ClientError with the reason if there are none, or they cannot be read."""
-    record = api.membership(name)
+    record = api.read_membership(name)
     members = decode_members(record)
     if members is not None and members.rows:
         return members
-    api.job(name)  # for an unknown job, its error is more precise
+    api.read_job(name)  # for an unknown job, its error is more precise
     if isinstance(record, Unreadable) and record.forbidden:
         raise ClientError(f"which pod has which rank cannot be read: {record.reason}")
     raise ClientError(
@@ -99,13 +99,13 @@ def decode_members(record: Json | Unreadable) -> Members | None:
 
 def read_interruption(api: Api, name: str, now: float, number: int | None = None) -> InterruptionReport:
     """Explain an interruption, with the log lines about it."""
-    job = api.job(name)
+    job = api.read_job(name)
     refusal: tuple[str, ...] = ()
     view = build_job_view(job, now=now)
     if not view.ended:
-        job, refusal = with_newest_status(job, api.membership(name))
+        job, refusal = apply_refused_status(job, api.read_membership(name))
         view = build_job_view(job, now=now)
-    entries = read_interruptions(public_status(job))
+    entries = read_interruptions(read_public_status(job))
     if number is not None and not 0 < number <= len(entries):
         raise ClientError(f"there is no interruption {number}: `kubectl trn history {name}` lists {len(entries)}")
     entry = entries[number - 1] if number is not None else entries[-1] if entries else None
@@ -116,7 +116,7 @@ def read_interruption(api: Api, name: str, now: float, number: int | None = None
     return explain_interruption(job, number=number, log=log, log_note=note, advice=(*refusal, *advice))
 
 
-def with_newest_status(job: Json, record: Json | Unreadable) -> tuple[Json, tuple[str, ...]]:
+def apply_refused_status(job: Json, record: Json | Unreadable) -> tuple[Json, tuple[str, ...]]:
     """Return the job with the status that the API server has refused so far, if that is newer, and a sentence on it.
 
     `record` is the ConfigMap of the membership.
@@ -124,14 +124,14 @@ def with_newest_status(job: Json, record: Json | Unreadable) -> tuple[Json, tupl
     refused = None if isinstance(record, Unreadable) else parse_refused_status(record)
     if refused is None or isinstance(record, Unreadable):
         return job, ()
-    owners = objects(mapping(record, "metadata"), "ownerReferences")
-    is_of_job = any(text(owner, "uid") == text(mapping(job, "metadata"), "uid") for owner in owners)
-    if not is_of_job or count_refused_writes(refused) <= count_refused_writes(mapping(job, "status")):
+    owners = read_objects(read_mapping(record, "metadata"), "ownerReferences")
+    is_of_job = any(read_text(owner, "uid") == read_text(read_mapping(job, "metadata"), "uid") for owner in owners)
+    if not is_of_job or count_refused_writes(refused) <= count_refused_writes(read_mapping(job, "status")):
         return job, ()
     sentence = (
         "The API server does not store the status of this job, so what you see comes from ConfigMap "
-        f"{text(mapping(record, 'metadata'), 'name')}. Exempt trainingjobs/status from what refuses or delays it: "
-        f"{text(mapping(record, 'data'), REFUSAL_KEY)}"
+        f"{read_text(read_mapping(record, 'metadata'), 'name')}. Exempt trainingjobs/status from what refuses or "
+        f"delays it: {read_text(read_mapping(record, 'data'), REFUSAL_KEY)}"
     )
     return {**job, "status": refused}, (sentence,)
 

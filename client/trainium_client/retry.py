@@ -11,10 +11,10 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.ownership import applier_entries, contains_fields, field_owners, transfer_ownership
+from trainium_client.ownership import build_applier_entries, contains_fields, list_field_owners, transfer_ownership
 from trainium_contract.api_server.errors import ClientError, ConflictError, NotFoundError
-from trainium_contract.views.raw import mapping, text
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.raw import read_mapping, read_text
+from trainium_contract.views.status_reader import read_public_status
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
@@ -28,18 +28,18 @@ _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 def retry_job(api: Api, job: Json, manifest: Json | None = None) -> Json:
     """Delete a failed job and recreate it from `manifest`, or unchanged. Raises ClientError if that is impossible."""
-    name, phase = text(mapping(job, "metadata"), "name"), public_status(job).text("phase")
+    name, phase = read_text(read_mapping(job, "metadata"), "name"), read_public_status(job).read_text("phase")
     if phase != "Failed":
         raise ClientError(f"only a failed job can be retried, and {name} is {phase or 'without a status'}")
     unchanged = manifest is None
-    manifest = user_manifest(job) if manifest is None else manifest
+    manifest = extract_user_manifest(job) if manifest is None else manifest
     probe = copy.deepcopy(manifest)
     probe["metadata"] |= {"name": f"{name[:40]}-probe"}
     api.create_job(probe, dry_run=True)  # a quota or a policy refuses it before anything is deleted
     uid = str(job["metadata"]["uid"])
     api.delete_job(name, uid, foreground=True)
     deadline = time.monotonic() + _DELETION_TIMEOUT_SECONDS
-    while _job_exists(api, name, uid):
+    while _has_job(api, name, uid):
         if time.monotonic() > deadline:
             raise ClientError(
                 f"{name} is deleted, but its pods still exist after {_DELETION_TIMEOUT_SECONDS:.0f} s (is a node "
@@ -50,16 +50,18 @@ def retry_job(api: Api, job: Json, manifest: Json | None = None) -> Json:
         created = api.create_job(manifest)
     except ConflictError as error:
         return _accept_recreated(api, name, None if unchanged else manifest, error)
-    return transfer_ownership(api, created, field_owners(job) if unchanged else applier_entries(job, created))
+    return transfer_ownership(
+        api, created, list_field_owners(job) if unchanged else build_applier_entries(job, created)
+    )
 
 
 def _accept_recreated(api: Api, name: str, manifest: Json | None, error: ConflictError) -> Json:
     """Return the job that a GitOps tool recreated first, if it has the corrected spec; else raise ClientError."""
-    recreated = api.job(name)
+    recreated = api.read_job(name)
     if manifest is None or contains_fields(recreated.get("spec"), manifest.get("spec")):
         return recreated
-    entries = mapping(recreated, "metadata").get("managedFields")
-    managers = {text(entry, "manager") for entry in entries if "subresource" not in entry} if entries else set()
+    entries = read_mapping(recreated, "metadata").get("managedFields")
+    managers = {read_text(entry, "manager") for entry in entries if "subresource" not in entry} if entries else set()
     creator = " or ".join(sorted(managers)) or "another client"
     raise ClientError(
         f"{name} was recreated by {creator} after its deletion, without the correction: it runs as its source "
@@ -67,19 +69,19 @@ def _accept_recreated(api: Api, name: str, manifest: Json | None, error: Conflic
     ) from error
 
 
-def user_manifest(job: Json) -> dict[str, Any]:
+def extract_user_manifest(job: Json) -> dict[str, Any]:
     """Return the job as its author wrote it, without fields of the server and the operator."""
-    metadata = mapping(job, "metadata")
+    metadata = read_mapping(job, "metadata")
     kept: dict[str, Any] = {key: copy.deepcopy(metadata[key]) for key in _AUTHOR_METADATA if metadata.get(key)}
-    spec = copy.deepcopy(dict(mapping(job, "spec")))
+    spec = copy.deepcopy(dict(read_mapping(job, "spec")))
     return {"apiVersion": job["apiVersion"], "kind": job["kind"], "metadata": kept, "spec": spec}
 
 
 def correct_manifest(job: Json, correction: Json, source: str) -> dict[str, Any]:
     """Return the corrected job with the name and owners of the failed one; errors name `source`."""
-    metadata, corrected = mapping(job, "metadata"), mapping(correction, "metadata")
-    namespace = text(metadata, "namespace")
-    other = text(corrected, "namespace")
+    metadata, corrected = read_mapping(job, "metadata"), read_mapping(correction, "metadata")
+    namespace = read_text(metadata, "namespace")
+    other = read_text(corrected, "namespace")
     if other not in ("", namespace):
         raise ClientError(f"{source} is of namespace {other}, and the failed job of {namespace}: correct one of them")
     kept: dict[str, Any] = {
@@ -88,17 +90,17 @@ def correct_manifest(job: Json, correction: Json, source: str) -> dict[str, Any]
     if metadata.get("ownerReferences"):
         kept["ownerReferences"] = copy.deepcopy(metadata["ownerReferences"])
     kept |= {"name": metadata["name"], "namespace": namespace}
-    version = text(correction, "apiVersion") or str(job["apiVersion"])
-    spec = copy.deepcopy(dict(mapping(correction, "spec")))
+    version = read_text(correction, "apiVersion") or str(job["apiVersion"])
+    spec = copy.deepcopy(dict(read_mapping(correction, "spec")))
     manifest = {"apiVersion": version, "kind": job["kind"], "metadata": kept, "spec": spec}
-    if _LAST_APPLIED in mapping(metadata, "annotations"):
+    if _LAST_APPLIED in read_mapping(metadata, "annotations"):
         applied = {_LAST_APPLIED: json.dumps(manifest)}
         manifest["metadata"] = {**kept, "annotations": {**kept.get("annotations", {}), **applied}}
     return manifest
 
 
-def _job_exists(api: Api, name: str, uid: str) -> bool:
+def _has_job(api: Api, name: str, uid: str) -> bool:
     try:
-        return str(api.job(name)["metadata"].get("uid")) == uid
+        return str(api.read_job(name)["metadata"].get("uid")) == uid
     except NotFoundError:
         return False

@@ -86,7 +86,7 @@ class Instance:
     ultra_server_nodes: tuple[int, ...] = ()
     """Numbers of nodes of its UltraServer that can work as one, the largest last; empty if it is in none."""
 
-    def core_memory(self, physical_cores: int | None = None) -> int:
+    def compute_core_memory(self, physical_cores: int | None = None) -> int:
         """Return the bytes of a core of this many physical ones, by default of `core_parts`; 0 if unknown."""
         return self.core_bytes * (physical_cores or self.core_parts) // self.core_parts
 

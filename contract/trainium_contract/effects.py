@@ -41,7 +41,7 @@ class Switch:
     @property
     def values(self) -> str:
         """Return the listed values in words."""
-        return " or ".join(_word(value) for value in self.on or self.off)
+        return " or ".join(_format_value(value) for value in self.on or self.off)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Conflict:
     """Refused if all of them are on."""
 
 
-def requirements(fields: str, *switches: Switch) -> Iterator[Requirement]:
+def expand_requirements(fields: str, *switches: Switch) -> Iterator[Requirement]:
     """Yield a requirement for each of the fields, `folder.{first,second}` or one path."""
     folder, _, names = fields.partition("{")
     for name in names.rstrip("}").split(","):
@@ -99,7 +99,7 @@ def find_without_effect(model: BaseModel, table: Sequence[Requirement]) -> str |
         if any(find_field(type(model), path) is None for path in paths):
             continue
         if _is_given(model, requirement.field) and not any(
-            switch.is_on(_value(model, switch.field)) for switch in requirement.switches
+            switch.is_on(_read_value(model, switch.field)) for switch in requirement.switches
         ):
             return requirement.describe()
     return None
@@ -108,7 +108,7 @@ def find_without_effect(model: BaseModel, table: Sequence[Requirement]) -> str |
 def find_conflict(model: BaseModel, table: Sequence[Conflict]) -> str | None:
     """Return the refusal of the first conflict in a configuration of the trainer; None without one."""
     for conflict in table:
-        if all(switch.is_on(_value(model, switch.field)) for switch in conflict.switches):
+        if all(switch.is_on(_read_value(model, switch.field)) for switch in conflict.switches):
             return conflict.sentence.replace("trainer.", "")
     return None
 
@@ -135,7 +135,7 @@ def is_stored(info: FieldInfo) -> bool:
     return info.default is not None and not extra.get(DERIVED)
 
 
-def _owner(model: BaseModel, path: str) -> tuple[BaseModel | None, str]:
+def _find_owner(model: BaseModel, path: str) -> tuple[BaseModel | None, str]:
     """Return the part of a model that has the last field of a path, and that field's name."""
     *parents, last = path.split(".")
     part: Any = model
@@ -148,20 +148,20 @@ def _name(model: BaseModel, alias: str) -> str:
     return next(name for name, info in type(model).model_fields.items() if info.alias == alias)
 
 
-def _value(model: BaseModel, path: str) -> Any:
-    owner, name = _owner(model, path)
+def _read_value(model: BaseModel, path: str) -> Any:
+    owner, name = _find_owner(model, path)
     return None if owner is None else getattr(owner, name)
 
 
 def _is_given(model: BaseModel, path: str) -> bool:
-    owner, name = _owner(model, path)
+    owner, name = _find_owner(model, path)
     if owner is None:
         return False
     info, value = type(owner).model_fields[name], getattr(owner, name)
     return bool(value != info.default) if is_stored(info) else name in owner.model_fields_set and value is not None
 
 
-def _word(value: object) -> str:
+def _format_value(value: object) -> str:
     plain = value.value if isinstance(value, Enum) else value
     if isinstance(plain, tuple):
         return "[" + ", ".join(map(str, plain)) + "]"

@@ -19,8 +19,8 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel, IdentityKey
-from trainium_contract.effects import Requirement, Switch, find_without_effect, requirements
-from trainium_contract.requirements.worker_requests import smallest_fitting_size
+from trainium_contract.effects import Requirement, Switch, expand_requirements, find_without_effect
+from trainium_contract.requirements.worker_requests import find_smallest_fitting_size
 from trainium_contract.sizes import MAX_COMPILED, MAX_ROLES, BatchShape, order_by_likelihood
 from trainium_contract.spec.elasticity import ElasticitySpec
 from trainium_contract.spec.health import HealthSpec
@@ -45,21 +45,23 @@ MAX_NAME = 50
 
 _EVALUATES = (Switch("trainer.evaluate.enabled", on=(True,)), Switch("trainer.evaluate.atMilestones", on=(True,)))
 JOB_REQUIREMENTS: tuple[Requirement, ...] = (
-    *requirements("trainer.evaluate.{samples,tasks}", *_EVALUATES),
-    *requirements("trainer.evaluate.before", _EVALUATES[0]),
-    *requirements("trainer.evaluate.generation.{maxNewTokens,temperature,stop,batchSize}", *_EVALUATES),
-    *requirements(
+    *expand_requirements("trainer.evaluate.{samples,tasks}", *_EVALUATES),
+    *expand_requirements("trainer.evaluate.before", _EVALUATES[0]),
+    *expand_requirements("trainer.evaluate.generation.{maxNewTokens,temperature,stop,batchSize}", *_EVALUATES),
+    *expand_requirements(
         "trainer.evaluate.generation.{topP,topK}", Switch("trainer.evaluate.generation.temperature", off=(0.0,))
     ),
-    *requirements("trainer.artifacts.atMilestones", Switch("checkpoint.milestones.everyTokens", off=(None,))),
-    *requirements("precompile.sizes", Switch("precompile.enabled", on=(True,))),
-    *requirements(
+    *expand_requirements("trainer.artifacts.atMilestones", Switch("checkpoint.milestones.everyTokens", off=(None,))),
+    *expand_requirements("precompile.sizes", Switch("precompile.enabled", on=(True,))),
+    *expand_requirements(
         "recovery.hang.{initSeconds,compileSeconds,loadSeconds,saveSeconds,stepFloorSeconds,stepFactor}",
         Switch("recovery.hang.enabled", on=(True,)),
     ),
-    *requirements("health.preflight.timeoutSeconds", Switch("health.preflight.checks", off=((),))),
-    *requirements("health.quarantine.debounceSeconds", Switch("health.quarantine.enabled", on=(True,))),
-    *requirements("checkpoint.durable.{keepLast,failureTolerance,saveTimeoutSeconds}", Switch("program", on=(None,))),
+    *expand_requirements("health.preflight.timeoutSeconds", Switch("health.preflight.checks", off=((),))),
+    *expand_requirements("health.quarantine.debounceSeconds", Switch("health.quarantine.enabled", on=(True,))),
+    *expand_requirements(
+        "checkpoint.durable.{keepLast,failureTolerance,saveTimeoutSeconds}", Switch("program", on=(None,))
+    ),
 )
 """Which fields of a job have an effect only with certain values of others, beside those of the trainer."""
 
@@ -134,7 +136,7 @@ class TrainingJobSpec(ContractModel):
     @property
     def workload(self) -> Workload:
         """Return what the job runs."""
-        return _workload(IdentityKey(self))
+        return _select_workload(IdentityKey(self))
 
     def training_config(self) -> TrainingConfig:
         """Return the trainer's configuration file. Raises ValueError for a program."""
@@ -145,7 +147,7 @@ class TrainingJobSpec(ContractModel):
 
     def batch_shape(self) -> BatchShape:
         """Return the arithmetic of this job's legal sizes. Raises ValueError if the spec contradicts itself."""
-        shape, unit_nodes = self.workload.batch_shape(), self.workers.accelerator.nodes_per_unit()
+        shape, unit_nodes = self.workload.batch_shape(), self.workers.accelerator.count_nodes_per_unit()
         return shape if unit_nodes == 1 else replace(shape, unit_nodes=unit_nodes)
 
     def min_size(self, largest: int) -> int:
@@ -153,7 +155,7 @@ class TrainingJobSpec(ContractModel):
         least, accelerator = self.workers.min_replicas, self.workers.accelerator
         if least is None or least >= largest or self.workload.has_fixed_size:
             return largest
-        return smallest_fitting_size(self.workload.configure(), accelerator, self.batch_shape(), least, largest)
+        return find_smallest_fitting_size(self.workload.configure(), accelerator, self.batch_shape(), least, largest)
 
     def sizes_to_compile(self) -> tuple[int, ...]:
         """Return the sizes whose graphs are compiled ahead: the initial size, then the likely ones.
@@ -185,7 +187,7 @@ class TrainingJobSpec(ContractModel):
 
 
 @lru_cache(maxsize=16)  # a plan needs it often; few, since specs may be large
-def _workload(key: IdentityKey[TrainingJobSpec]) -> Workload:
+def _select_workload(key: IdentityKey[TrainingJobSpec]) -> Workload:
     spec, cores = key.value, key.value.workers.accelerator.cores()
     if spec.program is not None:
         return describe_program(spec.program, cores=cores, parallelism=spec.parallelism, checkpoint=spec.checkpoint)

@@ -53,7 +53,7 @@ def explains_exit(line: str) -> bool:
 
 def strip_margin(line: str) -> str:
     """Return a line without the names of ranks and without the margin of an exception group."""
-    return line[_margin_length(line) :]
+    return line[_measure_margin(line) :]
 
 
 def find_error(lines: Sequence[str]) -> int | None:
@@ -80,7 +80,7 @@ def starts_report(line: str) -> bool:
     return text.startswith(_REPORT_STARTS) or _parse_exception(text, has_frames=False) in _LAUNCHER_ERRORS
 
 
-def _margin_length(line: str) -> int:
+def _measure_margin(line: str) -> int:
     match = _MARGIN.match(line)
     return match.end() if match is not None else 0
 

@@ -134,24 +134,28 @@ class BatchShape:
         none.
         """
         if self.tolerance:
-            return _best_with_tolerance(self, nodes, smallest)
+            return _find_best_with_tolerance(self, nodes, smallest)
         largest = self.floor(nodes, smallest)
         # Fewer nodes of an even size always need one more pass.
-        return self._least(self.micro_batches(largest), smallest) if largest and self.rule is SizeRule.ANY else largest
+        return (
+            self._find_least_size(self.micro_batches(largest), smallest)
+            if largest and self.rule is SizeRule.ANY
+            else largest
+        )
 
     def useful_sizes(self, smallest: int, largest: int) -> tuple[int, ...]:
         """Return the legal sizes in [smallest, largest] that are the `best` of some number of nodes, ascending."""
         if self.rule is SizeRule.EVEN or self.micro_batch_size > self.global_batch_size:
             return self.legal_sizes(smallest, largest)
         if self.tolerance:
-            return _useful_sizes_with_tolerance(self, smallest, largest)
+            return _list_useful_sizes_with_tolerance(self, smallest, largest)
         sizes: list[int] = []
-        size = self._whole(smallest)
+        size = self._round_up_to_units(smallest)
         while size <= largest:
             sizes.append(size)
             if self.micro_batches(size) == 1:
                 break
-            size = self._least(self.micro_batches(size) - 1, smallest)
+            size = self._find_least_size(self.micro_batches(size) - 1, smallest)
         return tuple(sizes)
 
     def speed(self, nodes: int, full: int) -> float:
@@ -170,19 +174,19 @@ class BatchShape:
         """Return how many data-parallel ranks never have a sample at a legal size (the batch is smaller)."""
         return max(0, self.data_parallel(nodes) - self.batch(nodes))
 
-    def _least(self, most_passes: int, smallest: int) -> int:
+    def _find_least_size(self, most_passes: int, smallest: int) -> int:
         """Return the smallest size >= smallest that needs at most this many passes."""
         replicas = count_micro_batches(self.global_batch_size, self.micro_batch_size, most_passes)
-        return self._whole(max(smallest, -(-replicas * self.group // self.cores_per_node)))
+        return self._round_up_to_units(max(smallest, -(-replicas * self.group // self.cores_per_node)))
 
-    def _whole(self, smallest: int) -> int:
+    def _round_up_to_units(self, smallest: int) -> int:
         """Return the smallest size >= smallest of whole units whose world is whole model-parallel groups."""
         step = math.lcm(self.unit_nodes, self.group // math.gcd(self.group, self.cores_per_node))
         return -(-max(1, smallest) // step) * step
 
 
 @functools.lru_cache(maxsize=1024)  # cached: a plan asks for the same few repeatedly
-def _best_with_tolerance(shape: BatchShape, nodes: int, smallest: int) -> int:
+def _find_best_with_tolerance(shape: BatchShape, nodes: int, smallest: int) -> int:
     """Return `BatchShape.best` of a shape with a tolerance, where more nodes may be slower than fewer."""
     best = 0
     for size in reversed(shape.legal_sizes(smallest, nodes)):
@@ -196,7 +200,7 @@ def _best_with_tolerance(shape: BatchShape, nodes: int, smallest: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _useful_sizes_with_tolerance(shape: BatchShape, smallest: int, largest: int) -> tuple[int, ...]:
+def _list_useful_sizes_with_tolerance(shape: BatchShape, smallest: int, largest: int) -> tuple[int, ...]:
     """Return `BatchShape.useful_sizes` of a shape with a tolerance."""
     sizes: list[int] = []
     for size in shape.legal_sizes(smallest, largest):

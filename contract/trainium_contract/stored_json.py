@@ -56,7 +56,7 @@ def remove_deep_parts(body: bytes) -> bytes:
     return b"".join([*pieces, body[copied_until:] if depth <= MAX_DEPTH else b""])
 
 
-def optional_part(place: Sequence[str | int]) -> tuple[str | int, ...]:
+def find_optional_part(place: Sequence[str | int]) -> tuple[str | int, ...]:
     """Return the smallest optional part around a place: the first list entry on the way, else the field."""
     entry = next((index for index, part in enumerate(place) if isinstance(part, int)), len(place) - 1)
     return tuple(place[: entry + 1])

@@ -104,7 +104,7 @@ def poll(installed: Installation, *, resolve: Callable[[str], Sequence[str]] = r
             sentence=f"the operator does not work: {installed.service}: {error.strerror or error}: the Service has no "
             "pods, or names are not resolved; look at the Deployment's pods",
         )
-    found = [_replica(installed, address, trust) for address in addresses]
+    found = [_build_replica(installed, address, trust) for address in addresses]
     return judge_replicas(installed.service, installed.replicas, found)
 
 
@@ -120,7 +120,7 @@ def poll_until_ready(
     return check_once()
 
 
-def _replica(installed: Installation, address: str, trust: ssl.SSLContext) -> Replica:
+def _build_replica(installed: Installation, address: str, trust: ssl.SSLContext) -> Replica:
     try:
         probed = http.client.HTTPConnection(address, installed.probe_port, timeout=_ANSWER_SECONDS)
         status, text = _get(probed, "/readyz")

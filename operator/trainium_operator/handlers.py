@@ -85,12 +85,12 @@ class _Lines:
         async for data in self._content.iter_chunked(size):
             lines, end, held = (held + data).rpartition(b"\n")
             if end:
-                yield b"\n".join(_readable(line) for line in lines.split(b"\n")) + end
+                yield b"\n".join(_decode_line(line) for line in lines.split(b"\n")) + end
         if held:
-            yield _readable(held)
+            yield _decode_line(held)
 
 
-def _readable(line: bytes) -> bytes:
+def _decode_line(line: bytes) -> bytes:
     try:
         from_json(line)
     except ValueError:
@@ -114,7 +114,7 @@ def make_registry(
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.AiohttpSession:
-        headers = await client.headers()
+        headers = await client.build_headers()
         if not known or known[0][0] != headers:
             known[:] = [(headers, _build_session(client, headers))]
         return known[0][1]  # the same refused credentials: kopf then has no others to try

@@ -80,7 +80,7 @@ async def operate(settings: Settings) -> int:
         logger.error("%s", error)  # noqa: TRY400 - the sentence is enough
         return 1
     namespace = settings.namespace or transport.namespace
-    lease_transport = transport.with_separate_pool(LEASE_CONNECTIONS)
+    lease_transport = transport.open_separate_pool(LEASE_CONNECTIONS)
     identity = process_identity(os.environ)
     runtime = Runtime(settings, transport, namespace=namespace, identity=identity, lease_transport=lease_transport)
     try:
@@ -125,9 +125,9 @@ class RuntimeSupervisor:
         runtime, settings = self._runtime, self._runtime.settings
         host = settings.bind_address or "0.0.0.0"  # noqa: S104 - in a pod without POD_IP, all addresses are the pod's
         await runtime.health.start(host, settings.metrics_port)
-        for reflector in (*runtime.caches.reflectors(), *runtime.caches.optional_reflectors()):
+        for reflector in (*runtime.caches.list_reflectors(), *runtime.caches.list_optional_reflectors()):
             self._spawn(group, reflector.run(), f"watch of {reflector.resource.plural}")
-        self._spawn(group, self._first_list(), "first list of trainingjobs")
+        self._spawn(group, self._wait_for_first_list(), "first list of trainingjobs")
         self._spawn(group, runtime.discovery.run(), "discovery")
         self._spawn(group, runtime.caches.kueue.run(), "kueue")
         self._spawn(group, runtime.caches.dra.run(), "devices")
@@ -154,7 +154,7 @@ class RuntimeSupervisor:
     def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[None, None, None], name: str) -> None:
         self._tasks.append(group.create_task(work, name=name))
 
-    async def _first_list(self) -> None:
+    async def _wait_for_first_list(self) -> None:
         """List the jobs; while the CRD is not installed, log that it is missing."""
         from trainium_contract.api_server.errors import ApiError, NotFoundError  # noqa: PLC0415
 
@@ -210,7 +210,7 @@ class RuntimeSupervisor:
         """Run kopf; if it ends, the operator ends."""
         runtime = self._runtime
         # The operator's own list is enough to begin with; kopf's import must not delay it.
-        await runtime.caches.synced()
+        await runtime.caches.wait_until_synced()
         if runtime.settings.namespaces:
             # Each namespace has a reflector: kopf would end with the first namespace that it may not read.
             freeze_gc()

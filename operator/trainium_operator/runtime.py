@@ -85,12 +85,12 @@ class Runtime:
         """Set while jobs are planned: everything else is known too."""
         self.metrics = metrics.Metrics(named_jobs=settings.named_jobs)
         self.api_last_seen = 0.0
-        make_api = partial(client.Api, on_request=self._on_request, labels=settings.labels)
+        make_api = partial(client.Api, on_request=self._record_request, labels=settings.labels)
         self.api = make_api(transport)
         self.queue: work_queue.WorkQueue[store.Key] = work_queue.WorkQueue(most_slow=max(1, settings.workers // 2))
         self.plan_rate_limiter = work_queue.PlanRateLimiter(self.queue)
         clock = SteadyClock(wall_clock, asyncio.get_running_loop().time)
-        self.caches = caches.make_caches(self.api, settings, clock, on_change=self._apis_changed)
+        self.caches = caches.make_caches(self.api, settings, clock, on_change=self._handle_api_change)
         self.state = state.CoordinatorState(clock)
         self._stopped = False
         self.recorder = events.EventRecorder(self.api, identity, wall_clock=wall_clock)
@@ -133,7 +133,9 @@ class Runtime:
         self.certificate_keeper = certificate_keeper.CertificateKeeper(
             coordinator_ports.KubernetesSecret(self.api, namespace, settings.secret_name),
             tuple(
-                dict.fromkeys(name for service in services for name in certificates.server_names(service, namespace))
+                dict.fromkeys(
+                    name for service in services for name in certificates.list_server_names(service, namespace)
+                )
             ),
             wall_clock=wall_clock,
             on_new_bundle=self.enqueue_all,
@@ -149,17 +151,19 @@ class Runtime:
             ),
             is_serving=self.serving.is_set,
             notify=self._notify,
-            until_serving=self._until_serving,
-            on_message=self.metrics.message,
-            on_change=self.metrics.heartbeat_changed,
+            until_serving=self._wait_until_serving,
+            on_message=self.metrics.record_message,
+            on_change=self.metrics.record_heartbeat_change,
             has_failed=self._has_failed,
         )
         self.prober = probe.Prober(
             self.state, is_serving=self.leading.is_set, notify=self._notify, find_address=self._find_address
         )
-        exposition = servers.Exposition(self._exposition, clock)
+        exposition = servers.Exposition(self._render_metrics, clock)
         self.health = servers.ProbeServer(
-            live=self.live_problem, ready=self.ready_problem, metrics=None if settings.secure_metrics else exposition
+            live=self.find_live_problem,
+            ready=self.find_ready_problem,
+            metrics=None if settings.secure_metrics else exposition,
         )
         self.https_certificate = (
             tls.CertificateFolder(settings.https_certificate) if settings.https_certificate else None
@@ -178,11 +182,11 @@ class Runtime:
                 exposition if settings.secure_metrics else None,
                 jobs=self.job_page_data,
                 clock=clock,
-                on_answer=self.metrics.read,
+                on_answer=self.metrics.record_read,
             )
         self.plan_settings = plan_settings(settings, namespace)
         nodes = self.caches.nodes.store if self.caches.nodes is not None else None
-        self.discovery = discovery.Discovery(self.api, nodes, on_change=self._discovered)
+        self.discovery = discovery.Discovery(self.api, nodes, on_change=self._apply_discovery)
         self.fleet = fleet_reconciler.FleetReconciler(
             self.acting,
             self.caches,
@@ -208,7 +212,7 @@ class Runtime:
             warnings=warnings,
             outcomes=outcomes,
             wall_clock=clock,
-            fleet=self.fleet.current,
+            fleet=self.fleet.get_current_view,
             gangs=waiting_gangs.WaitingGangs(self.caches.jobs, self.caches.pods, wake=self.plan_rate_limiter.put),
             served_since=lambda: self.releases.changed_at,
         )
@@ -230,8 +234,8 @@ class Runtime:
             ),
             statuses=statuses,
             recorder=self.recorder,
-            on_reconciled=self.metrics.reconciled,
-            on_planned=self._planned,
+            on_reconciled=self.metrics.record_reconcile,
+            on_planned=self._handle_plan,
             rate_limiter=self.plan_rate_limiter,
             warnings=warnings,
             release=self.releases.release,
@@ -255,18 +259,18 @@ class Runtime:
         lists.
         """
         since = asyncio.get_running_loop().time()
-        await self.caches.synced()
-        await self._retried(lambda: self.caches.catch_up(since, records_only=True))
+        await self.caches.wait_until_synced()
+        await self._retry(lambda: self.caches.catch_up(since, records_only=True))
         await self.certificate_keeper.tls.loaded.wait()
         self._begin_serving()
-        await self._retried(lambda: self.caches.catch_up(since))
-        await self._retried(self.fleet.prime)
+        await self._retry(lambda: self.caches.catch_up(since))
+        await self._retry(self.fleet.prime)
         await self.discovery.known.wait()
         await self.releases.known.wait()
         self._apply_api_states()
         self._begin_leading()
 
-    async def _retried(self, reading: Callable[[], Awaitable[None]]) -> None:
+    async def _retry(self, reading: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
                 await reading()
@@ -312,27 +316,27 @@ class Runtime:
             if namespace in ("", key[0]):
                 self.queue.put(key)
 
-    def live_problem(self) -> str:
+    def find_live_problem(self) -> str:
         """Return why a restart would help; empty if it would not."""
         now = asyncio.get_running_loop().time()
         if now - self.api_last_seen > WATCH_STALE_SECONDS:
             return ""  # the API server is away: a restart would only lose the state of agents
-        for each in self.caches.reflectors():
+        for each in self.caches.list_reflectors():
             if each.synced.is_set() and now - each.last_seen > WATCH_STALE_SECONDS:
                 return f"the watch of {each.resource.plural} has been silent for {now - each.last_seen:.0f} s"
-        busy = self.reconciler.busy_seconds()
+        busy = self.reconciler.measure_busy_seconds()
         return f"a worker has been busy with one job for {busy:.0f} s" if busy > STUCK_SECONDS else ""
 
-    def ready_problem(self) -> str:
+    def find_ready_problem(self) -> str:
         """Return what is missing before this replica could act."""
         if not self.caches.jobs.synced.is_set():
             return "trainingjobs are not listed yet"
-        missing = [each.resource.plural for each in self.caches.reflectors() if not each.synced.is_set()]
+        missing = [each.resource.plural for each in self.caches.list_reflectors() if not each.synced.is_set()]
         if missing:
             return f"not listed yet: {', '.join(missing)}"
         return "" if self.token_verifier.has_keys else self.token_verifier.problem
 
-    def _until_serving(self) -> Awaitable[object] | None:
+    def _wait_until_serving(self) -> Awaitable[object] | None:
         # An agent connects to a follower only if the leader does not answer, or if it is new.
         self.elector.read_soon()
         return self.serving.wait() if self.elector.is_pending() else None
@@ -340,7 +344,7 @@ class Runtime:
     def _plan(self, observed: Observed) -> Plan:
         return plan(observed, self.plan_settings)
 
-    def _discovered(self) -> None:
+    def _apply_discovery(self) -> None:
         """Apply changed API discovery, because every plan may depend on it."""
         found = self.discovery
         self.caches.kueue.offered.set_served(found.kueue)
@@ -354,7 +358,7 @@ class Runtime:
         if (now.gang_apis, now.kueue, now.dra) != (before.gang_apis, before.kueue, before.dra):
             self.enqueue_all()
 
-    def _apis_changed(self) -> None:
+    def _handle_api_change(self) -> None:
         """Enqueue all jobs: objects of Kueue or claimed devices are now read, or a flavor has changed."""
         self._apply_api_states()
         self.enqueue_all()
@@ -363,10 +367,10 @@ class Runtime:
         kueue, dra = self.caches.kueue.offered.state, self.caches.dra.offered.state
         self.plan_settings = replace(self.plan_settings, kueue=kueue, dra=dra)
 
-    def _on_request(self, verb: str, status: int, seconds: float) -> None:
+    def _record_request(self, verb: str, status: int, seconds: float) -> None:
         if 0 < status < 500:
             self.api_last_seen = asyncio.get_running_loop().time()
-        self.metrics.request(verb, status, seconds)
+        self.metrics.record_request(verb, status, seconds)
 
     def _notify(self, namespace: str, job: str, at_once: bool) -> None:
         key = (namespace, job)
@@ -375,10 +379,10 @@ class Runtime:
             return
         record = self.caches.jobs.store.get(key)
         workers = record.view.status.desired if record is not None and record.view is not None else 0
-        self.queue.put_after(key, self.plan_settings.status_interval(workers))
+        self.queue.put_after(key, self.plan_settings.compute_status_interval(workers))
 
     def _find_address(self, target: state.ProbeTarget) -> str:
-        entry = self.caches.pods.store.entry((target.namespace, target.pod))
+        entry = self.caches.pods.store.get_entry((target.namespace, target.pod))
         known = entry is not None and entry.uid == target.pod_uid and entry.owner == target.job_id
         return entry.view.ip if entry is not None and known else ""
 
@@ -398,20 +402,22 @@ class Runtime:
         if old is not None and old.owner is not None and (new is None or new.uid != old.uid):
             self.state.forget_pod(old.owner, old.uid)
 
-    def _planned(self, job: JobView, status: TrainingJobStatus) -> None:
-        self.metrics.planned(job, status)
+    def _handle_plan(self, job: JobView, status: TrainingJobStatus) -> None:
+        self.metrics.record_plan(job, status)
         if status.all_failures != job.status.all_failures:
             self.fleet.wake()
 
-    def _exposition(self) -> bytes:
+    def _render_metrics(self) -> bytes:
         self.metrics.queue_depth.set(len(self.queue))
-        self.metrics.agents.set(self.state.agent_count())
-        self.metrics.served({state.value: count for state, count in self.caches.namespaces.counts().items()})
+        self.metrics.agents.set(self.state.count_agents())
+        self.metrics.set_served_namespaces(
+            {state.value: count for state, count in self.caches.namespaces.counts().items()}
+        )
         self.metrics.events_dropped.set(self.recorder.dropped)
-        self.metrics.fleet(self.fleet.machines, frozen=bool(self.fleet.view.frozen))
+        self.metrics.set_fleet(self.fleet.machines, frozen=bool(self.fleet.view.frozen))
         if self.caches.nodes is not None:
-            self.metrics.nodes(entry.view for entry in self.caches.nodes.store.snapshot().values())
-        return self.metrics.exposition()
+            self.metrics.set_nodes(entry.view for entry in self.caches.nodes.store.snapshot().values())
+        return self.metrics.render()
 
 
 def plan_settings(settings: Settings, namespace: str) -> PlanSettings:
@@ -427,6 +433,6 @@ def plan_settings(settings: Settings, namespace: str) -> PlanSettings:
         worker_user=settings.worker_user,
         worker_template=settings.template,
         extra_priority_class=settings.extra_priority_class,
-        worker_ingress=settings.worker_ingress(namespace),
+        worker_ingress=settings.build_worker_ingress(namespace),
         worker_log_format=LogFormat(settings.worker_log_format),
     )

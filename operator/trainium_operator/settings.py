@@ -30,7 +30,7 @@ PREFIX = "TRAINIUM_OPERATOR_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def _setting(default: Any, text: str, *, variable: str = "") -> Any:
+def _declare_setting(default: Any, text: str, *, variable: str = "") -> Any:
     """Declare a setting: default, help text, and another variable to read it from (the downward API's)."""
     return field(default=default, metadata={"help": text, "variable": variable})
 
@@ -47,99 +47,105 @@ MAX_NAMED_JOBS = 500
 class Settings:
     """The settings; their help texts describe them. Times in seconds."""
 
-    namespace: str = _setting(
+    namespace: str = _declare_setting(
         "",
         "namespace of the operator itself (Lease, Secret, memory of bad machines); default: the pod's",
         variable="POD_NAMESPACE",
     )
-    watch_namespace: str = _setting("", "a namespace to serve in addition to --watch-namespaces")
-    watch_namespaces: str = _setting(
+    watch_namespace: str = _declare_setting("", "a namespace to serve in addition to --watch-namespaces")
+    watch_namespaces: str = _declare_setting(
         "", f"serve the jobs of these namespaces only, separated by commas, at most {MAX_NAMESPACES}; empty: of all"
     )
-    watch_nodes: bool = _setting(True, "read nodes, to see deleted and unready ones")
-    kubeconfig: str = _setting("", "kubeconfig file, for running outside of a pod")
-    trainer_image: str = _setting("trainium-trainer:latest", "worker image of jobs that name none")
-    agent_image: str = _setting("trainium-agent:latest", "image whose agent is copied into the workers of programs")
-    image_pull_policy: str = _setting("IfNotPresent", "imagePullPolicy of worker containers")
-    image_pull_secrets: str = _setting("", "names of image pull secrets of worker pods, separated by commas")
-    worker_user: int | None = _setting(1000, "user and group id of worker processes; empty: the platform assigns them")
-    worker_template: str = _setting(
+    watch_nodes: bool = _declare_setting(True, "read nodes, to see deleted and unready ones")
+    kubeconfig: str = _declare_setting("", "kubeconfig file, for running outside of a pod")
+    trainer_image: str = _declare_setting("trainium-trainer:latest", "worker image of jobs that name none")
+    agent_image: str = _declare_setting(
+        "trainium-agent:latest", "image whose agent is copied into the workers of programs"
+    )
+    image_pull_policy: str = _declare_setting("IfNotPresent", "imagePullPolicy of worker containers")
+    image_pull_secrets: str = _declare_setting("", "names of image pull secrets of worker pods, separated by commas")
+    worker_user: int | None = _declare_setting(
+        1000, "user and group id of worker processes; empty: the platform assigns them"
+    )
+    worker_template: str = _declare_setting(
         "",
         "pod template for the workers of all jobs, as JSON (metadata and spec); the template of a job takes precedence",
     )
-    lease_name: str = _setting("trainium-operator", "name of the Lease that the acting replica holds")
-    lease_duration: int = _setting(
+    lease_name: str = _declare_setting("trainium-operator", "name of the Lease that the acting replica holds")
+    lease_duration: int = _declare_setting(
         4, "seconds after the last renewal that was seen in which no other replica takes the Lease"
     )
-    lease_renew_deadline: float = _setting(3.0, "seconds without a renewal after which the holder stops acting")
-    lease_retry: float = _setting(1.0, "seconds between two renewals")
-    coordinator_service: str = _setting(
+    lease_renew_deadline: float = _declare_setting(3.0, "seconds without a renewal after which the holder stops acting")
+    lease_retry: float = _declare_setting(1.0, "seconds between two renewals")
+    coordinator_service: str = _declare_setting(
         "trainium-operator-coordinator", "name of the headless Service by which workers find the coordinator"
     )
-    coordinator_port: int = _setting(COORDINATOR_PORT, "port of the coordinator (HTTPS); 0: any free one")
-    coordinator_address: str = _setting(
+    coordinator_port: int = _declare_setting(COORDINATOR_PORT, "port of the coordinator (HTTPS); 0: any free one")
+    coordinator_address: str = _declare_setting(
         "", "host:port that workers are given; default: the Service's name and the coordinator's port"
     )
-    tls_secret_name: str = _setting(
+    tls_secret_name: str = _declare_setting(
         "", "Secret with the coordinator's certificates; default: <coordinator service>-tls"
     )
-    quarantine_name: str = _setting(
+    quarantine_name: str = _declare_setting(
         "", "ConfigMap in the operator's namespace that remembers bad machines; default: <lease name>-quarantine"
     )
-    keep_memory: bool = _setting(
+    keep_memory: bool = _declare_setting(
         False, "keep that ConfigMap when the operator is uninstalled, for the next one of the same name"
     )
-    deployment: str = _setting(
+    deployment: str = _declare_setting(
         "",
         "Deployment that this operator is a part of: its Lease and its memory of bad machines are removed with it; "
         "empty: they stay",
     )
-    taint_nodes: bool = _setting(False, "taint nodes in quarantine; otherwise only TrainingJobs avoid them")
-    kueue: bool = _setting(False, "ask Kueue for the quota of jobs that name a queue")
-    extra_priority_class: str = _setting(
+    taint_nodes: bool = _declare_setting(False, "taint nodes in quarantine; otherwise only TrainingJobs avoid them")
+    kueue: bool = _declare_setting(False, "ask Kueue for the quota of jobs that name a queue")
+    extra_priority_class: str = _declare_setting(
         "",
         "PriorityClass, below that of any other pod, of workers on idle nodes (elasticity.idleNodes); empty: none are "
         "taken",
     )
-    dra: bool = _setting(False, "let jobs claim their devices (dynamic resource allocation)")
-    job_network_policy: bool = _setting(
+    dra: bool = _declare_setting(False, "let jobs claim their devices (dynamic resource allocation)")
+    job_network_policy: bool = _declare_setting(
         False,
         "create a NetworkPolicy for the workers of each job: only they themselves and this operator may reach them",
     )
-    operator_labels: str = _setting(
+    operator_labels: str = _declare_setting(
         "",
         "labels of this operator's own pods (key=value, separated by commas), which --job-network-policy admits",
     )
-    object_labels: str = _setting(
+    object_labels: str = _declare_setting(
         "", "labels (key=value, separated by commas) of every object that the operator creates"
     )
-    job_ingress: str = _setting(
+    job_ingress: str = _declare_setting(
         "", "further ingress rules of the workers' NetworkPolicies, as a JSON list of objects with `from` and `ports`"
     )
-    metrics_port: int = _setting(8080, "port of /livez, /readyz and /metrics (HTTP); 0: any free one")
-    secure_metrics: bool = _setting(
+    metrics_port: int = _declare_setting(8080, "port of /livez, /readyz and /metrics (HTTP); 0: any free one")
+    secure_metrics: bool = _declare_setting(
         False, "serve /metrics at the HTTPS port only, to users with the right to get the nonResourceURL /metrics"
     )
-    ui: bool = _setting(
+    ui: bool = _declare_setting(
         False, "serve pages of jobs (/ui) at the HTTPS port, to each user what the API server lets them read"
     )
-    ui_service: str = _setting(
+    ui_service: str = _declare_setting(
         "", "name of the Service by which /ui is reached, a name of the operator's own certificate"
     )
-    https_port: int = _setting(8444, "port for readers (HTTPS), open where something is served there; 0: any free one")
-    https_certificate: str = _setting(
+    https_port: int = _declare_setting(
+        8444, "port for readers (HTTPS), open where something is served there; 0: any free one"
+    )
+    https_certificate: str = _declare_setting(
         "", "folder with tls.crt and tls.key for the HTTPS port; default: the coordinator's certificate"
     )
-    named_jobs: int = _setting(0, "jobs with separate metrics, by namespace and name; 0: none")
-    bind_address: str = _setting("", "address to listen at; default: the pod's, else all", variable="POD_IP")
-    workers: int = _setting(
+    named_jobs: int = _declare_setting(0, "jobs with separate metrics, by namespace and name; 0: none")
+    bind_address: str = _declare_setting("", "address to listen at; default: the pod's, else all", variable="POD_IP")
+    workers: int = _declare_setting(
         32, "jobs that are reconciled at the same time; half of them at most may be slow ones (a webhook that hangs)"
     )
-    status_interval: float = _setting(5.0, "shortest time between two status writes that only report progress")
-    resync: float = _setting(300.0, "every job is reconciled at least once in this time, even without changes")
-    log_level: str = _setting("info", "debug, info, warning or error")
-    log_format: str = _setting("json", "json or text")
-    worker_log_format: str = _setting("text", "log format of agents and training processes: json or text")
+    status_interval: float = _declare_setting(5.0, "shortest time between two status writes that only report progress")
+    resync: float = _declare_setting(300.0, "every job is reconciled at least once in this time, even without changes")
+    log_level: str = _declare_setting("info", "debug, info, warning or error")
+    log_format: str = _declare_setting("json", "json or text")
+    worker_log_format: str = _declare_setting("text", "log format of agents and training processes: json or text")
 
     @property
     def namespaces(self) -> tuple[str, ...]:
@@ -147,17 +153,19 @@ class Settings:
         given = f"{self.watch_namespaces},{self.watch_namespace}".split(",")
         return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
 
-    def worker_ingress(self, namespace: str) -> WorkerIngress | None:
+    def build_worker_ingress(self, namespace: str) -> WorkerIngress | None:
         """Return the rules of each job's NetworkPolicy, for an operator in this namespace; None without policies."""
         if not self.job_network_policy:
             return None
-        labels = _labels(self.operator_labels)
-        return WorkerIngress(operator_namespace=namespace, operator_labels=labels, rules=_rules(self.job_ingress))
+        labels = _parse_labels(self.operator_labels)
+        return WorkerIngress(
+            operator_namespace=namespace, operator_labels=labels, rules=_parse_ingress_rules(self.job_ingress)
+        )
 
     @property
     def labels(self) -> dict[str, str]:
         """Return the labels of every object that the operator creates. Raises ValueError if they are invalid."""
-        return _labels(self.object_labels)
+        return _parse_labels(self.object_labels)
 
     @property
     def secret_name(self) -> str:
@@ -172,17 +180,17 @@ class Settings:
     @property
     def template(self) -> dict[str, Any]:
         """Return the pod template for all workers. Raises ValueError if it is invalid."""
-        return _template(self.worker_template)
+        return _parse_template(self.worker_template)
 
     @property
     def serves_readers(self) -> bool:
         """Return whether anything is served at the HTTPS port."""
         return self.secure_metrics or self.ui
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return all problems of the values, one sentence each."""
         checks = (
-            *self._lease_checks(),
+            *self._list_lease_checks(),
             ("--workers", self.workers, self.workers >= 1, "at least 1"),
             ("--status-interval", self.status_interval, self.status_interval > 0, "above 0 seconds"),
             ("--resync", self.resync, self.resync > 0, "above 0 seconds"),
@@ -206,20 +214,26 @@ class Settings:
             (
                 "--worker-template",
                 self.worker_template[:100],
-                _is_read(_template, self.worker_template),
+                _is_read(_parse_template, self.worker_template),
                 "a JSON object with metadata and spec of a pod",
             ),
             (
                 "--operator-labels",
                 self.operator_labels,
-                _is_read(_labels, self.operator_labels) and bool(self.operator_labels or not self.job_network_policy),
+                _is_read(_parse_labels, self.operator_labels)
+                and bool(self.operator_labels or not self.job_network_policy),
                 "key=value, separated by commas, and given with --job-network-policy",
             ),
-            ("--object-labels", self.object_labels, _is_read(_labels, self.object_labels), "key=value, with commas"),
+            (
+                "--object-labels",
+                self.object_labels,
+                _is_read(_parse_labels, self.object_labels),
+                "key=value, with commas",
+            ),
             (
                 "--job-ingress",
                 self.job_ingress,
-                _is_read(_rules, self.job_ingress),
+                _is_read(_parse_ingress_rules, self.job_ingress),
                 "a JSON list of objects with no other keys than from and ports, each a list",
             ),
             ("--log-level", self.log_level, self.log_level in LOG_LEVELS, "one of " + ", ".join(LOG_LEVELS)),
@@ -230,7 +244,7 @@ class Settings:
         )
         return [f"{flag} must be {rule}, not {value!r}" for flag, value, good, rule in checks if not good]
 
-    def _lease_checks(self) -> tuple[tuple[str, float, bool, str], ...]:
+    def _list_lease_checks(self) -> tuple[tuple[str, float, bool, str], ...]:
         """Return the checks that a holder that loses the Lease stops before another may take it.
 
         One failed renewal must be harmless.
@@ -259,17 +273,17 @@ Each option can also be set by its variable. Other commands: trainium-operator c
 def parse_settings(arguments: Sequence[str]) -> Settings:
     """Parse a command line and the environment. Ends the process with a sentence if a value is invalid."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=HELP_OPTIONS)
-    app.command(help=_DESCRIPTION)(_settings_command())
+    app.command(help=_DESCRIPTION)(_build_settings_command())
     settings = run_command(app, arguments, PROGRAM)
     if not isinstance(settings, Settings):
         sys.exit(settings)  # the help was printed
-    problems = settings.problems()
+    problems = settings.find_problems()
     if problems:
         fail(f"{problems[0]}; see {PROGRAM} --help")
     return settings
 
 
-def _settings_command() -> Callable[..., Settings]:
+def _build_settings_command() -> Callable[..., Settings]:
     """Return a function whose parameters are the settings, each with its flag, its variables and its help."""
     types = get_type_hints(Settings)
     parameters = []
@@ -302,7 +316,7 @@ def process_identity(environment: Mapping[str, str]) -> str:
     return f"{pod}_{uid}" if pod and uid else f"{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex[:12]}"
 
 
-def _template(text: str) -> dict[str, Any]:
+def _parse_template(text: str) -> dict[str, Any]:
     """Parse a pod template. Raises ValueError."""
     found = json.loads(text or "{}")
     if not isinstance(found, dict) or not found.keys() <= {"metadata", "spec"}:
@@ -312,7 +326,7 @@ def _template(text: str) -> dict[str, Any]:
     return found
 
 
-def _labels(text: str) -> dict[str, str]:
+def _parse_labels(text: str) -> dict[str, str]:
     """Parse labels. Raises ValueError."""
     pairs = [pair.partition("=") for pair in text.split(",") if text]
     if any(not key.strip() or not equals for key, equals, _ in pairs):
@@ -320,7 +334,7 @@ def _labels(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _rules(text: str) -> tuple[dict[str, Any], ...]:
+def _parse_ingress_rules(text: str) -> tuple[dict[str, Any], ...]:
     """Parse ingress rules. Raises ValueError; the API server checks `from` and `ports`."""
     found = json.loads(text or "[]")
     good = isinstance(found, list) and all(
@@ -340,7 +354,7 @@ def _is_read(read: Callable[[str], object], text: str) -> bool:
     return True
 
 
-def _boolean(value: str | bool) -> bool:
+def _parse_boolean(value: str | bool) -> bool:
     text = str(value).lower()
     if text in ("true", "yes", "1"):
         return True
@@ -349,7 +363,7 @@ def _boolean(value: str | bool) -> bool:
     raise typer.BadParameter(f"must be true or false, not {value!r}")
 
 
-def _optional_integer(value: str | int) -> int | None:
+def _parse_optional_integer(value: str | int) -> int | None:
     try:
         return int(value) if value != "" else None
     except ValueError:
@@ -357,7 +371,7 @@ def _optional_integer(value: str | int) -> int | None:
 
 
 _PARSERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
-    bool: (_boolean, "true|false"),
-    int | None: (_optional_integer, "INTEGER"),
+    bool: (_parse_boolean, "true|false"),
+    int | None: (_parse_optional_integer, "INTEGER"),
 }
 """Functions that parse values which may be empty, or have no value in a command line of click."""

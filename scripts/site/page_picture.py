@@ -21,7 +21,7 @@ from trainium_contract.views.curve import LiveCurve  # noqa: E402
 from trainium_contract.views.events import build_event_views  # noqa: E402
 from trainium_contract.views.interruptions import read_interruptions  # noqa: E402
 from trainium_contract.views.job import build_job_view  # noqa: E402
-from trainium_contract.views.status_reader import public_status  # noqa: E402
+from trainium_contract.views.status_reader import read_public_status  # noqa: E402
 from trainium_contract.views.workers import count_workers, parse_pod_table  # noqa: E402
 
 PICTURE = ROOT / "docs/images/page.png"
@@ -38,7 +38,7 @@ def main() -> None:
     view = build_job_view(
         job, now=NOW, workers=count_workers(pods, members), events=build_event_views(recorded_object("events")["items"])
     )
-    report = JobReport(view, read_interruptions(public_status(job)), members, None, curve.points, (), pods)
+    report = JobReport(view, read_interruptions(read_public_status(job)), members, None, curve.points, (), pods)
     with tempfile.TemporaryDirectory() as folder, browser() as tab:
         page = Path(folder) / "page.html"
         page.write_text(report_html(report, NOW), encoding="utf-8")

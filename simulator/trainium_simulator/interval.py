@@ -74,7 +74,7 @@ def compute_optimal_interval(rollbacks: Rollbacks, stages: StageTimes) -> float:
     return max(stages.save_seconds, math.sqrt(2 * stages.save_stall_seconds / rollbacks.per_second))
 
 
-def configured_interval(spec: TrainingJobSpec, stages: StageTimes) -> float | None:
+def find_configured_interval(spec: TrainingJobSpec, stages: StageTimes) -> float | None:
     """Return the job's interval of durable saves in seconds; None if it makes none while it trains."""
     durable = spec.checkpoint.durable
     seconds_of_steps = None if durable.every_steps is None else durable.every_steps * stages.step_seconds

@@ -14,9 +14,9 @@ from trainium_simulator.interval import (
     USUAL_INTERVALS,
     IntervalLoss,
     compute_optimal_interval,
-    configured_interval,
     estimate_loss,
     estimate_usual_losses,
+    find_configured_interval,
 )
 from trainium_simulator.study import MONTH, Estimate, Result, compute_spare_gain
 from trainium_simulator.virtual.failures import resolve_mix
@@ -37,10 +37,15 @@ def print_report(
     console: Console, results: Sequence[Result], *, goal: float | None, price: float | None = None
 ) -> None:
     """Print all tables."""
-    console.print(_goodput_table(results))
-    tables = [_spares_table(results), _losses_table(results), _recoveries_table(results), _intervals_table(results)]
+    console.print(_build_goodput_table(results))
+    tables = [
+        _build_spares_table(results),
+        _build_losses_table(results),
+        _build_recoveries_table(results),
+        _build_intervals_table(results),
+    ]
     if price is not None:
-        tables.insert(1, _costs_table(results, price))
+        tables.insert(1, _build_costs_table(results, price))
     for table in tables:
         if table.row_count:
             console.print(table)
@@ -63,8 +68,8 @@ def describe_goals(results: Sequence[Result], goal: float | None) -> Iterator[st
             yield f"{text}: missed; most is lost in {describe_loss(stage)}, {share}: shorten that first."
 
 
-def _goodput_table(results: Sequence[Result]) -> Table:
-    table = _new_table("Goodput", "case", "strict", "uptime", "work done", "fleet", "worst day", "at other sizes")
+def _build_goodput_table(results: Sequence[Result]) -> Table:
+    table = _create_table("Goodput", "case", "strict", "uptime", "work done", "fleet", "worst day", "at other sizes")
     for result in results:
         other_sizes = [
             f"{size}: {_format_percent(share)}"
@@ -83,8 +88,8 @@ def _goodput_table(results: Sequence[Result]) -> Table:
     return table
 
 
-def _spares_table(results: Sequence[Result]) -> Table:
-    table = _new_table("What a spare buys, in node-hours a month", "case", "gained", "held", "worthwhile")
+def _build_spares_table(results: Sequence[Result]) -> Table:
+    table = _create_table("What a spare buys, in node-hours a month", "case", "gained", "held", "worthwhile")
     for before, after in _pair_by_spares(results):
         gain, cost = compute_spare_gain(before, after)
         added, other_terms = after.case.spares - before.case.spares, _format_case(after).partition(", ")[2]
@@ -93,18 +98,18 @@ def _spares_table(results: Sequence[Result]) -> Table:
     return table
 
 
-def _costs_table(results: Sequence[Result], price: float) -> Table:
+def _build_costs_table(results: Sequence[Result], price: float) -> Table:
     columns = ("case", "node-hours", "cost", "of it lost or idle", "for a month's work")
-    table = _new_table(f"Cost of a month, at {price:,g} a node-hour", *columns)
+    table = _create_table(f"Cost of a month, at {price:,g} a node-hour", *columns)
     for result in results:
-        costs = _cost_document(result, price)
+        costs = _build_cost_document(result, price)
         work_cost = "-" if costs["perMonthOfWork"] is None else f"{costs['perMonthOfWork']:,.0f}"
         amounts = (f"{costs[key]:,.0f}" for key in ("monthlyNodeHours", "perMonth", "lostOrIdle"))
         table.add_row(_format_case(result), *amounts, work_cost)
     return table
 
 
-def _cost_document(result: Result, price: float) -> dict[str, Any]:
+def _build_cost_document(result: Result, price: float) -> dict[str, Any]:
     """Return costs in the currency of `price`: of all nodes held for a month, and of the work of a full month."""
     cost = result.monthly_node_hours * price
     work_done = result.work_done.mean
@@ -130,8 +135,8 @@ def _pair_by_spares(results: Sequence[Result]) -> Iterator[tuple[Result, Result]
             yield max(smaller, key=lambda result: result.case.spares), after
 
 
-def _losses_table(results: Sequence[Result]) -> Table:
-    table = _new_table("Where the time goes", "case", "by cause", "by stage")
+def _build_losses_table(results: Sequence[Result]) -> Table:
+    table = _create_table("Where the time goes", "case", "by cause", "by stage")
     for result in results:
         table.add_row(_format_case(result), format_shares(result.lost_by_cause), format_shares(result.lost_by_stage))
     return table
@@ -143,9 +148,9 @@ def format_shares(shares: Mapping[str, float]) -> str:
     return ", ".join(text[:_MAX_ROWS]) or "nothing"
 
 
-def _recoveries_table(results: Sequence[Result]) -> Table:
+def _build_recoveries_table(results: Sequence[Result]) -> Table:
     columns = ("case", "cause", "a day", "median", "95th percentile", "longest", "steps lost at most")
-    table = _new_table("Recoveries, from the failure to the first new step", *columns)
+    table = _create_table("Recoveries, from the failure to the first new step", *columns)
     for result in results:
         for number, recovery in enumerate(result.recoveries[:_MAX_ROWS]):
             table.add_row(
@@ -160,16 +165,16 @@ def _recoveries_table(results: Sequence[Result]) -> Table:
     return table
 
 
-def _intervals_table(results: Sequence[Result]) -> Table:
+def _build_intervals_table(results: Sequence[Result]) -> Table:
     usual_columns = [_format_duration(interval) for interval in USUAL_INTERVALS]
     columns = ("case", "rollbacks a month", "best", "configured", *usual_columns)
-    table = _new_table("Loss by the interval of durable saves: their stall and the repeated steps", *columns)
+    table = _create_table("Loss by the interval of durable saves: their stall and the repeated steps", *columns)
     for result in results:
         stages, rollbacks = result.case.stages, result.rollbacks
         bound = "" if rollbacks.count else "≤ "
         losses = estimate_usual_losses(rollbacks, stages)
         by_interval = {loss.interval_seconds: f"{bound}{_format_percent(loss.total_share)}" for loss in losses}
-        configured = configured_interval(result.case.spec, stages)
+        configured = find_configured_interval(result.case.spec, stages)
         configured_text = "-"
         if configured is not None:
             share = _format_percent(estimate_loss(configured, rollbacks, stages).total_share)
@@ -192,7 +197,7 @@ def _format_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"
 
 
-def _new_table(title: str, *columns: str) -> Table:
+def _create_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 or column.startswith(("by ", "cause")) else "right")
@@ -219,14 +224,14 @@ def _format_percent(share: float) -> str:
 def report_document(results: Sequence[Result], *, goal: float | None, price: float | None = None) -> dict[str, Any]:
     """Return the data of the tables for JSON: times in seconds, shares from 0 to 1."""
     gains = {id(after): compute_spare_gain(before, after) for before, after in _pair_by_spares(results)}
-    documents = [_result_document(result, gains.get(id(result)), goal) for result in results]
+    documents = [_build_result_document(result, gains.get(id(result)), goal) for result in results]
     if price is not None:
         for document, result in zip(documents, results, strict=True):
-            document["cost"] = _cost_document(result, price)
+            document["cost"] = _build_cost_document(result, price)
     return {"results": documents}
 
 
-def _result_document(result: Result, gain: tuple[float, float] | None, goal: float | None) -> dict[str, Any]:
+def _build_result_document(result: Result, gain: tuple[float, float] | None, goal: float | None) -> dict[str, Any]:
     case = result.case
     traced = case.trace is not None
     return {
@@ -257,7 +262,7 @@ def _result_document(result: Result, gain: tuple[float, float] | None, goal: flo
             }
             for recovery in result.recoveries
         ],
-        "durableInterval": _interval_document(result),
+        "durableInterval": _build_interval_document(result),
         "spareGain": None if gain is None else {"nodeHours": round(gain[0], 2), "heldNodeHours": round(gain[1], 2)},
         "goal": None if goal is None else {"ratio": goal, "reached": result.strict_goodput.mean >= goal},
         "largestLoss": result.largest_loss,
@@ -265,20 +270,22 @@ def _result_document(result: Result, gain: tuple[float, float] | None, goal: flo
     }
 
 
-def _interval_document(result: Result) -> dict[str, Any]:
+def _build_interval_document(result: Result) -> dict[str, Any]:
     stages, rollbacks = result.case.stages, result.rollbacks
-    configured = configured_interval(result.case.spec, stages)
+    configured = find_configured_interval(result.case.spec, stages)
     optimal = compute_optimal_interval(rollbacks, stages)
     return {
         "rollbacks": rollbacks.count,
         "maxRollbacksPerMonth" if not rollbacks.count else "rollbacksPerMonth": round(rollbacks.per_second * MONTH, 4),
         "bestSeconds": None if math.isinf(optimal) else round(optimal, 1),
-        "configured": None if configured is None else _loss_document(estimate_loss(configured, rollbacks, stages)),
-        "alternatives": [_loss_document(loss) for loss in estimate_usual_losses(rollbacks, stages)],
+        "configured": None
+        if configured is None
+        else _build_loss_document(estimate_loss(configured, rollbacks, stages)),
+        "alternatives": [_build_loss_document(loss) for loss in estimate_usual_losses(rollbacks, stages)],
     }
 
 
-def _loss_document(loss: IntervalLoss) -> dict[str, float]:
+def _build_loss_document(loss: IntervalLoss) -> dict[str, float]:
     return {
         "intervalSeconds": loss.interval_seconds,
         "stalled": round(loss.stall_share, 7),

@@ -70,11 +70,11 @@ class StageTimes(ContractModel):
     save_seconds: Seconds = 10.0
     """From the start of a durable save until it is committed."""
 
-    def publication_seconds(self, nodes: int) -> float:
+    def estimate_publication_seconds(self, nodes: int) -> float:
         """Return the seconds from a decision until the last of this many nodes has the new membership."""
         return self.publish_seconds + self.publish_per_node_seconds * nodes
 
-    def with_overrides(self, overrides: dict[str, Any]) -> StageTimes:
+    def override(self, overrides: dict[str, Any]) -> StageTimes:
         """Return these times, overridden by a mapping with camelCase names. Raises ValidationError."""
         return StageTimes.model_validate({**self.model_dump(by_alias=True), **overrides})
 
@@ -85,7 +85,7 @@ def read_stages(path: Path, base: StageTimes) -> StageTimes:
     if not isinstance(document, dict):
         raise InputError(f"{path} must hold a mapping such as 'restartSeconds: 3'; it holds something else")
     try:
-        return base.with_overrides(document)
+        return base.override(document)
     except ValidationError as error:
         known = ", ".join(sorted(field.alias or name for name, field in StageTimes.model_fields.items()))
         raise InputError(f"{path}: {describe_errors(error)}. Known are {known}") from error
@@ -111,7 +111,7 @@ def learn_stages(path: Path, base: StageTimes) -> StageTimes:
         raise InputError(
             f"{path}: its status has neither a step time nor a recovery yet; take a job that has trained on"
         )
-    return base.with_overrides(learned)
+    return base.override(learned)
 
 
 def learn_medians(status: TrainingJobStatus, history: tuple[Interruption, ...], base: StageTimes) -> dict[str, float]:
@@ -135,9 +135,9 @@ def learn_medians(status: TrainingJobStatus, history: tuple[Interruption, ...], 
     # The ledger's Load includes the rendezvous, its Restart the publication.
     _set_median(learned, "loadMemorySeconds", (entry.stages.load for entry in in_place if entry.stages))
     _set_median(learned, "loadPeerSeconds", (entry.stages.load for entry in replaced if entry.stages))
-    _set_median(learned, "firstStepSeconds", _first_step_delays(in_place))
+    _set_median(learned, "firstStepSeconds", _list_first_step_delays(in_place))
     first_step = learned.get("firstStepSeconds", base.first_step_seconds)
-    delays = _first_step_delays(replaced)
+    delays = _list_first_step_delays(replaced)
     _set_median(learned, "newcomerStepSeconds", (max(0.0, seconds - first_step) for seconds in delays))
     if in_place or replaced:
         learned["rendezvousSeconds"] = 0.0
@@ -166,7 +166,7 @@ def _learn_handover_times(
     return times
 
 
-def _first_step_delays(entries: list[Interruption]) -> list[float]:
+def _list_first_step_delays(entries: list[Interruption]) -> list[float]:
     """Return the additional seconds of the first steps of recoveries that repeated no step."""
     return [entry.stages.replay for entry in entries if entry.stages and not entry.steps_lost]
 

@@ -73,7 +73,7 @@ class Estimate:
         """Estimate the mean of one value per seed."""
         if len(values) < 2:
             return cls(values[0] if values else 0.0, math.nan)
-        return cls(mean(values), _student_t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values)))
+        return cls(mean(values), _compute_student_t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ def run_study(case: Case, seeds: int, *, on_seed_done: Callable[[], None] = lamb
         strict_goodput=Estimate.of([result.strict_goodput for result in results]),
         uptime=Estimate.of([result.uptime for result in results]),
         work_done=Estimate.of([result.work_done for result in results]),
-        fleet_utilization=Estimate.of([result.fleet_utilization(case.nodes) for result in results]),
+        fleet_utilization=Estimate.of([result.compute_fleet_utilization(case.nodes) for result in results]),
         worst_day=min(result.worst_day for result in results),
         lost_by_cause=_sum_shares((result.lost_by_cause for result in results), wall_seconds),
         lost_by_stage=_sum_shares((result.lost_by_stage for result in results), wall_seconds),
@@ -208,7 +208,7 @@ def _summarize_recoveries(interruptions: Sequence[Interruption], days: float) ->
     return tuple(sorted(statistics, key=lambda each: -each.per_day))
 
 
-def _student_t_quantile(degrees_of_freedom: int) -> float:
+def _compute_student_t_quantile(degrees_of_freedom: int) -> float:
     """Return the 97.5 % point of Student's t.
 
     Exact below five degrees of freedom, else by the Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5).

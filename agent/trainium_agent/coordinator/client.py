@@ -45,7 +45,7 @@ from trainium_contract.wire.messages import (
     RegisterRequest,
     RoleEndpoints,
 )
-from trainium_contract.wire.stream import FrameKind, encode_keepalive, jitter_fraction, must_send_now
+from trainium_contract.wire.stream import FrameKind, draw_jitter, encode_keepalive, must_send_now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -346,7 +346,7 @@ class StreamSession:
                     if changed or self._flush is not None or now - last_at >= self._full_heartbeat_seconds * share:
                         self._unanswered.append(_Sent(message, now, time.time(), self._flush))
                         last, last_at, self._flush = message, now, None
-                        share = jitter_fraction(random.random(), after_change=changed)  # noqa: S311
+                        share = draw_jitter(random.random(), after_change=changed)  # noqa: S311
                         await self._stream.send(FrameKind.HEARTBEAT, message)
                     else:
                         await self._stream.send(FrameKind.KEEPALIVE, encode_keepalive(message))

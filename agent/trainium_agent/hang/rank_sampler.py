@@ -22,7 +22,7 @@ from trainium_agent.linux import kernel
 from trainium_agent.linux.kernel import CpuWaitSampler
 from trainium_agent.workload.attempt import progress_file
 from trainium_contract.wire.messages import StepTiming, TrainerPhase
-from trainium_contract.worker_process.process_tree import descendants
+from trainium_contract.worker_process.process_tree import list_descendants
 from trainium_worker.progress_record import ProgressPhase
 from trainium_worker.pulse import Activity, Waiting
 
@@ -175,7 +175,7 @@ class RankSampler:
         """Return the state of a stopped descendant: a program may be a shell or launcher of the process that trains."""
         searched_at, letter = self._stopped_descendants.get(pid, (-math.inf, ""))
         if now >= searched_at + self._spec.step_floor_seconds / _SEARCHES_PER_LIMIT:
-            letters = (kernel.process_state(descendant).letter for descendant in descendants(pid))
+            letters = (kernel.process_state(descendant).letter for descendant in list_descendants(pid))
             letter = next((found for found in letters if found in STOPPED), "")
             self._stopped_descendants[pid] = (now, letter)
         return letter

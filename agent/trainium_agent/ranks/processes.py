@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import exit_code_from_returncode
-from trainium_contract.worker_process.process_tree import children, descendants
+from trainium_contract.worker_process.process_tree import list_children, list_descendants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ class Reaper:
         """Return the live children that are not watched: orphans of ended processes."""
         with self._lock:
             watched = {*self._watched}
-        return [pid for pid in children(os.getpid()) if pid not in watched and not _has_ended(pid)]
+        return [pid for pid in list_children(os.getpid()) if pid not in watched and not _has_ended(pid)]
 
     def reap(self) -> None:
         """Collect every child that has ended."""
@@ -167,7 +167,7 @@ def kill_descendants(seconds: float) -> list[int]:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0] != 0:
                 pass
-        return descendants(os.getpid())
+        return list_descendants(os.getpid())
 
     return kill_all(reap_and_list, seconds)
 

@@ -29,7 +29,7 @@ from trainium_agent.ranks import standby
 from trainium_agent.ranks.output import OutputSource
 from trainium_agent.ranks.processes import RankProcess, Reaper, kill_all
 from trainium_contract.wire import worker_env
-from trainium_contract.worker_process.process_tree import descendants
+from trainium_contract.worker_process.process_tree import list_descendants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -297,7 +297,7 @@ class StandbyManager:
     def _leftovers(self) -> list[int]:
         with self._starting, self._changed:  # until it is watched, a new process looks like a leftover
             roots = self._reaper.unwatched()
-        return [pid for root in roots for pid in (root, *descendants(root))]
+        return [pid for root in roots for pid in (root, *list_descendants(root))]
 
     def close(self) -> None:
         """End the standby for good."""

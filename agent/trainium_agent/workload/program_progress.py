@@ -28,7 +28,7 @@ from trainium_agent.workload.posted_progress import PostedProgressServer
 from trainium_agent.workload.program_checkpoints import CheckpointFolder
 from trainium_contract.spec.program import STEP_GROUP
 from trainium_contract.wire.messages import HangDetection
-from trainium_contract.worker_process.process_tree import descendants
+from trainium_contract.worker_process.process_tree import list_descendants
 from trainium_worker.progress_record import (
     ProgressPhase,
     ProgressReading,
@@ -235,7 +235,7 @@ class ProgramMonitor:
         if rank is None or not rank.written:
             return None
         if rank.cpu is None or now - rank.cpu[0] >= _CPU_SECONDS:
-            pids = (process.pid, *descendants(process.pid))
+            pids = (process.pid, *list_descendants(process.pid))
             seconds, count = sum(kernel.process_state(pid).cpu_seconds for pid in pids), count_executions()
             if rank.cpu is not None:
                 read_at, last_seconds, last_count = rank.cpu

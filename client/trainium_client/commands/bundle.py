@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainium_client.api import Api, Unreadable, worker_selector
+from trainium_client.api import Api, Unreadable, build_worker_selector
 from trainium_client.commands.inspect import (
     DEFAULT_NAMESPACE,
     DEFAULT_QUARANTINE,
@@ -29,11 +29,11 @@ from trainium_client.commands.inspect import (
 from trainium_client.commands.options import JobName, Session
 from trainium_client.pod_exec import call_concurrently
 from trainium_client.read import decode_members
-from trainium_client.render.json_output import as_json
+from trainium_client.render.json_output import format_json
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.pages.formatting import format_bytes, pluralize
 from trainium_contract.redaction import redact_secrets
-from trainium_contract.views.raw import mapping, text
+from trainium_contract.views.raw import read_mapping, read_text
 
 HIDDEN = "***"
 _OMITTED_KEYS = frozenset({"managedFields", "kubectl.kubernetes.io/last-applied-configuration"})
@@ -64,8 +64,8 @@ def support_bundle(
     """Collect everything for a bug report in one archive, without secrets."""
     api = session.open()
     operator = Api(api.connection, operator_namespace)
-    job = api.job(name)  # an unknown job creates no archive
-    files = {"README.txt": _README, "job.json": _json(job)}
+    job = api.read_job(name)  # an unknown job creates no archive
+    files = {"README.txt": _README, "job.json": _format_json(job)}
     missing: list[str] = []
     _add_job(api, name, files, missing)
     _add_operator(operator, quarantine, files, missing)
@@ -82,59 +82,66 @@ def support_bundle(
 
 
 def _add_job(api: Api, name: str, files: dict[str, str], missing: list[str]) -> None:
-    record, pods, events = api.membership(name), api.pods(worker_selector(name)), api.events(name)
+    record, pods, events = api.read_membership(name), api.list_pods(build_worker_selector(name)), api.list_events(name)
     members = decode_members(record)
     if members is not None:
-        files["membership.json"] = as_json(members)
+        files["membership.json"] = format_json(members)
     elif isinstance(record, Unreadable):
         missing.append(f"membership: {record.reason}")
     if isinstance(events, Unreadable):
         missing.append(f"events: {events.reason}")
     else:
-        files["events.json"] = _json({"items": events})
+        files["events.json"] = _format_json({"items": events})
     if isinstance(pods, Unreadable):
         missing.append(f"pods: {pods.reason}")
         return
-    files["pods.json"] = _json({"items": pods})
-    logged = sorted(pods, key=lambda pod: text(mapping(pod, "status"), "phase") == "Running")[:_MAX_LOG_PODS]
+    files["pods.json"] = _format_json({"items": pods})
+    logged = sorted(pods, key=lambda pod: read_text(read_mapping(pod, "status"), "phase") == "Running")[:_MAX_LOG_PODS]
     if len(pods) > len(logged):
         missing.append(f"logs of {len(pods) - len(logged)} pods: only {_MAX_LOG_PODS} are included")
-    _add_logs(api, [text(mapping(pod, "metadata"), "name") for pod in logged], "worker", files, missing)
-    _add_nodes(api, {text(mapping(pod, "spec"), "nodeName") for pod in pods} - {""}, files, missing)
+    _add_logs(api, [read_text(read_mapping(pod, "metadata"), "name") for pod in logged], "worker", files, missing)
+    _add_nodes(api, {read_text(read_mapping(pod, "spec"), "nodeName") for pod in pods} - {""}, files, missing)
 
 
 def _add_nodes(api: Api, names: set[str], files: dict[str, str], missing: list[str]) -> None:
-    nodes = api.nodes()
+    nodes = api.list_nodes()
     if isinstance(nodes, Unreadable):
         missing.append(f"nodes: {nodes.reason}")
         return
-    used = [node for node in nodes if text(mapping(node, "metadata"), "name") in names]
+    used = [node for node in nodes if read_text(read_mapping(node, "metadata"), "name") in names]
     status_fields = ("capacity", "allocatable", "conditions", "nodeInfo")
     reduced = [
         {
             "metadata": node.get("metadata"),
             "spec": node.get("spec"),
-            "status": {key: mapping(node, "status").get(key) for key in status_fields},
+            "status": {key: read_mapping(node, "status").get(key) for key in status_fields},
         }
         for node in used
     ]
-    files["nodes.json"] = _json({"items": reduced})
+    files["nodes.json"] = _format_json({"items": reduced})
 
 
 def _add_operator(api: Api, quarantine: str, files: dict[str, str], missing: list[str]) -> None:
-    machines = api.config_map(quarantine)
+    machines = api.read_config_map(quarantine)
     if isinstance(machines, Unreadable):
         missing.append(f"machines: {machines.reason}")
     else:
-        files["operator/machines.json"] = _json(machines)
-    pods = api.pods(_OPERATOR_SELECTOR)
+        files["operator/machines.json"] = _format_json(machines)
+    pods = api.list_pods(_OPERATOR_SELECTOR)
     if isinstance(pods, Unreadable):
         missing.append(f"operator: {pods.reason}")
         return
     if not pods:
         missing.append(f"operator: no pods of it in namespace {api.namespace} (--operator-namespace)")
-    files["operator/pods.json"] = _json({"items": pods})
-    _add_logs(api, [text(mapping(pod, "metadata"), "name") for pod in pods], "", files, missing, folder="operator/logs")
+    files["operator/pods.json"] = _format_json({"items": pods})
+    _add_logs(
+        api,
+        [read_text(read_mapping(pod, "metadata"), "name") for pod in pods],
+        "",
+        files,
+        missing,
+        folder="operator/logs",
+    )
 
 
 def _add_logs(
@@ -149,7 +156,7 @@ def _add_logs(
             files[f"{folder}/{pod}.log"] = redact_text(str(log))
 
 
-def _json(value: Mapping[str, Any]) -> str:
+def _format_json(value: Mapping[str, Any]) -> str:
     return json.dumps(redact(value), indent=1) + "\n"
 
 

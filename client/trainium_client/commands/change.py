@@ -14,8 +14,8 @@ from trainium_client.retry import correct_manifest, retry_job
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.pages.formatting import pluralize
 from trainium_contract.views.job import build_job_view
-from trainium_contract.views.raw import mapping, text
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.raw import read_mapping, read_text
+from trainium_contract.views.status_reader import read_public_status
 
 if TYPE_CHECKING:
     from trainium_client.api import Json
@@ -45,7 +45,7 @@ def scale(
 ) -> None:
     """Change the number of nodes, or of the pods of a role, while the job trains."""
     api = session.open()
-    job = api.job(name)
+    job = api.read_job(name)
     _require_not_ended(job, "scaled")
     if role:
         api.scale_role(job, role, size)
@@ -66,7 +66,7 @@ def retry(
 ) -> None:
     """Run a failed job again, from its newest checkpoint: it is deleted and recreated, unchanged or from the file."""
     api = session.open()
-    job = api.job(name)
+    job = api.read_job(name)
     retry_job(
         api, job, None if filename is None else correct_manifest(job, read_manifest(filename, name), str(filename))
     )
@@ -82,9 +82,9 @@ def retry(
 
 def _set_suspend(session: Session, name: str, *, suspend: bool) -> None:
     api = session.open()
-    job = api.job(name)
+    job = api.read_job(name)
     _require_not_ended(job, "suspended" if suspend else "resumed")
-    changed = (mapping(job, "spec").get("suspend") is True) is not suspend
+    changed = (read_mapping(job, "spec").get("suspend") is True) is not suspend
     if changed:
         api.patch_job(name, {"spec": {"suspend": suspend}})
         sentence = (
@@ -98,7 +98,7 @@ def _set_suspend(session: Session, name: str, *, suspend: bool) -> None:
 
 
 def _require_not_ended(job: Json, change: str) -> None:
-    phase, name = public_status(job).text("phase"), text(mapping(job, "metadata"), "name")
+    phase, name = read_public_status(job).read_text("phase"), read_text(read_mapping(job, "metadata"), "name")
     if phase in {"Completed", "Failed"}:
         hint = f"; run it again with: kubectl trn retry {name}" if phase == "Failed" else ""
         raise ClientError(f"{name} has {phase.lower()} and cannot be {change}{hint}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from trainium_client.commands.main import app
-from trainium_client.commands.options import job_names
+from trainium_client.commands.options import list_job_names
 from trainium_contract.api_server.errors import ClientError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NO_FILES = ":4"
 
 
-def candidates(words: list[str], list_jobs: Callable[[list[str]], list[str]]) -> list[str]:
+def list_candidates(words: list[str], list_jobs: Callable[[list[str]], list[str]]) -> list[str]:
     """Return the candidates for the last word; `words` are those after `kubectl trn`, the last one incomplete."""
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     options = [param for command in commands.values() for param in command.params if param.param_type_name == "option"]
@@ -46,14 +46,16 @@ def _takes_job(command: Any) -> bool:
 
 def main() -> None:
     """Print the candidates for the command line."""
-    sys.stdout.write("\n".join([*candidates(sys.argv[1:], _job_names), _NO_FILES]) + "\n")
+    sys.stdout.write("\n".join([*list_candidates(sys.argv[1:], _list_job_names), _NO_FILES]) + "\n")
 
 
-def _job_names(words: list[str]) -> list[str]:
+def _list_job_names(words: list[str]) -> list[str]:
     """Return the names of the jobs in the given namespace, or the context's."""
     given = dict(pairwise(words))
     try:
-        return job_names(given.get("-n") or given.get("--namespace"), given.get("--context"), given.get("--kubeconfig"))
+        return list_job_names(
+            given.get("-n") or given.get("--namespace"), given.get("--context"), given.get("--kubeconfig")
+        )
     except (ClientError, OSError):
         return []
 

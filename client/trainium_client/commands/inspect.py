@@ -14,15 +14,15 @@ from trainium_client.api import JSON_PATCH, Api, Json, Request, Unreadable
 from trainium_client.commands.options import Format, JobName, Session, notify
 from trainium_client.pod_exec import query_pods, run_in_pod
 from trainium_client.read import find_member, read_members
-from trainium_client.views.machines import MachineView, find_machine, machine_views
+from trainium_client.views.machines import MachineView, find_machine, parse_machines
 from trainium_contract.api_server.errors import ClientError, NotFoundError
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.pages.formatting import pluralize
 from trainium_contract.views.checkpoints import describe_location, parse_checkpoint_rows
 from trainium_contract.views.job import build_job_view
-from trainium_contract.views.raw import mapping, text
-from trainium_contract.views.status_reader import public_status
-from trainium_contract.views.workers import build_rank_rows, metadata_name, parse_pod_table
+from trainium_contract.views.raw import read_mapping, read_text
+from trainium_contract.views.status_reader import read_public_status
+from trainium_contract.views.workers import build_rank_rows, parse_pod_table, read_name
 from trainium_contract.views.workload import read_workload
 
 MAX_POLLED_WORKERS = 64
@@ -53,15 +53,15 @@ def ranks(
     """List the ranks with their pods, nodes and steps, the slowest first."""
     api = session.open()
     members = read_members(api, name)
-    job = api.job(name)
+    job = api.read_job(name)
     responses: dict[str, Any] = {}
-    ended = public_status(job).text("phase") in {"Completed", "Failed"}
+    ended = read_public_status(job).read_text("phase") in {"Completed", "Failed"}
     queries_steps = steps if steps is not None else len(members.rows) <= MAX_POLLED_WORKERS and not ended
     if queries_steps:
         responses = query_pods(api, [row.pod for row in members.rows], (*read_workload(job).interpreter, *SHOW_RANKS))
-    rows = build_rank_rows(members, responses, public_status(job), time.time())
+    rows = build_rank_rows(members, responses, read_public_status(job), time.time())
     limit = None if all_ranks else _RANKS_SHOWN
-    session.print_result(rows, lambda value, _now, width: render.tables.ranks_page(value, width, limit=limit))
+    session.print_result(rows, lambda value, _now, width: render.tables.render_ranks(value, width, limit=limit))
     if not queries_steps and steps is None and session.output is Format.TEXT:
         notify("the job has ended, so no worker was asked for its step" if ended
             else f"{len(members.rows)} workers were not asked for their steps; --steps asks them")  # fmt: skip
@@ -77,7 +77,7 @@ def stacks(
     members = read_members(api, name)
     selected = members.rows if rank is None else (find_member(members, rank, name),)
     responses = query_pods(
-        api, [row.pod for row in selected], (*read_workload(api.job(name)).interpreter, *_SHOW_STACKS)
+        api, [row.pod for row in selected], (*read_workload(api.read_job(name)).interpreter, *_SHOW_STACKS)
     )
     stack_records: list[dict[str, Any]] = []
     for row in selected:
@@ -111,16 +111,16 @@ def checkpoints(
 ) -> None:
     """List the checkpoints that a resume could use; with a running worker also those on storage."""
     api = session.open()
-    job = api.job(name)
+    job = api.read_job(name)
     view = build_job_view(job, now=time.time())
     rows, note = list_stored_checkpoints(api, job, verify=verify)
     if verify and rows is None:
         raise ClientError(f"the checkpoints cannot be verified: {note}")
 
     def page(_value: Any, now: float, width: int) -> Any:
-        from trainium_client.render.tables import checkpoints_page  # noqa: PLC0415
+        from trainium_client.render.tables import render_checkpoints  # noqa: PLC0415
 
-        return checkpoints_page(view, rows, note, now=now, width=width)
+        return render_checkpoints(view, rows, note, now=now, width=width)
 
     session.print_result({"known": view.checkpoints, "storage": rows, "note": note}, page)
     if verify and any(row.problem for row in rows or ()):
@@ -134,7 +134,7 @@ def list_stored_checkpoints(api: Api, job: Json, *, verify: bool) -> tuple[Any, 
         return None, "spec.program.checkpoints is not given"
     if verify and not workload.has_tools:
         return None, "only the program knows what its files must contain"
-    table = api.pod_table(text(mapping(job, "metadata"), "name"))
+    table = api.read_pod_table(read_text(read_mapping(job, "metadata"), "name"))
     if isinstance(table, Unreadable):
         return None, table.reason
     running = [row.name for row in parse_pod_table(table) if row.state == "Running"]
@@ -170,7 +170,7 @@ def nodes(
     """List the machines that faults were attributed to: state, duration and evidence."""
     api = session.open(operator_namespace)
     machines = read_machines(api, quarantine)
-    session.print_result(machines, lambda value, now, width: render.tables.machines_page(value, width, now=now))
+    session.print_result(machines, lambda value, now, width: render.tables.render_machines(value, width, now=now))
 
 
 def release(
@@ -196,15 +196,15 @@ def release(
 
 def read_machines(api: Api, quarantine: str) -> tuple[MachineView, ...]:
     """Return the machines that the operator records; none before the first failure."""
-    quarantine_map = api.config_map(quarantine)
+    quarantine_map = api.read_config_map(quarantine)
     if isinstance(quarantine_map, Unreadable):
         if quarantine_map.forbidden:
             raise ClientError(quarantine_map.reason)
         notify(f"there is no ConfigMap {quarantine} in namespace {api.namespace} (--operator-namespace, --quarantine)")
         return ()
-    node_list = api.nodes()
+    node_list = api.list_nodes()
     if isinstance(node_list, Unreadable):
-        return machine_views(quarantine_map, None)
-    return machine_views(
-        quarantine_map, {metadata_name(node): text(mapping(node, "spec"), "providerID") for node in node_list}
+        return parse_machines(quarantine_map, None)
+    return parse_machines(
+        quarantine_map, {read_name(node): read_text(read_mapping(node, "spec"), "providerID") for node in node_list}
     )

@@ -18,7 +18,7 @@ from trainium_client.views.log_lines import parse_log_line
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.raw import strip_control_characters
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.status_reader import read_public_status
 from trainium_contract.views.workers import parse_pod_table
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _read_log(api: Api, member: MemberRow, query: dict[str, str]) -> Iterator[tu
     with _open_log(api, member, query) as stream:
         if stream.status >= 400:
             raise ClientError(_explain_missing_log(stream.status, member, api.namespace))
-        yield from map(split_line, stream.lines())
+        yield from map(split_line, stream.read_lines())
 
 
 def _explain_missing_log(status: int, member: MemberRow, namespace: str) -> str:
@@ -117,7 +117,7 @@ def _explain_missing_log(status: int, member: MemberRow, namespace: str) -> str:
     )
 
 
-def previous_pods_of_rank(entries: Sequence[InterruptionView], rank: int, members: Members) -> list[str]:
+def list_previous_pods_of_rank(entries: Sequence[InterruptionView], rank: int, members: Members) -> list[str]:
     """Return former pods of the rank that are no longer members, newest first."""
     member_pods = {row.pod for row in members.rows}
     processes_per_node = members.processes_per_node
@@ -131,7 +131,7 @@ def previous_pods_of_rank(entries: Sequence[InterruptionView], rank: int, member
 
 def _print_previous(api: Api, name: str, rank: int, members: Members, printer: _RankLogPrinter) -> None:
     """Print the pod that had the rank before, by the history; else the newest one whose log has lines of the rank."""
-    table = api.pod_table(name)
+    table = api.read_pod_table(name)
     if isinstance(table, Unreadable):
         raise ClientError(table.reason)
     member_pods = {row.pod for row in members.rows}
@@ -139,7 +139,7 @@ def _print_previous(api: Api, name: str, rank: int, members: Members, printer: _
     former_pods.sort(
         key=lambda pod: int(pod.rpartition("-")[2]) if pod.rpartition("-")[2].isdigit() else -1, reverse=True
     )
-    pods_of_rank = previous_pods_of_rank(read_interruptions(public_status(api.job(name))), rank, members)
+    pods_of_rank = list_previous_pods_of_rank(read_interruptions(read_public_status(api.read_job(name))), rank, members)
     # Deleted pods have no log; if the rank has moved since, the remaining pods have its lines.
     former_pods = (
         [pod for pod in pods_of_rank if pod in former_pods] + [pod for pod in former_pods if pod not in pods_of_rank]
@@ -195,7 +195,7 @@ def _follow_pod(
 
         def close_when_rank_moves() -> None:
             while not stopped.wait(_POLL_SECONDS):
-                members = decode_members(api.membership(name))
+                members = decode_members(api.read_membership(name))
                 row = members.find_by_rank(rank) if members else None
                 if row is not None and row.pod != member.pod:
                     stream.close()
@@ -204,7 +204,7 @@ def _follow_pod(
         watcher = threading.Thread(target=close_when_rank_moves, daemon=True)
         watcher.start()
         try:
-            for raw in stream.lines():
+            for raw in stream.read_lines():
                 line, stamp = split_line(raw)
                 if stamp > last:
                     last = stamp
@@ -218,12 +218,12 @@ def _follow_pod(
 def _find_next_member(api: Api, name: str, rank: int, current: MemberRow) -> MemberRow | None:
     """Return the member that has the rank now; None once the job has ended or is deleted."""
     while True:
-        status = public_status(api.job(name))
-        phase = status.text("phase")
+        status = read_public_status(api.read_job(name))
+        phase = status.read_text("phase")
         if phase in {"Completed", "Failed"}:
             notify(f"-- the job has {'failed' if phase == 'Failed' else 'completed'}")
             return None
-        members = decode_members(api.membership(name))
+        members = decode_members(api.read_membership(name))
         row = members.find_by_rank(rank) if members else None
         if row is not None:
             if row.pod == current.pod:

@@ -29,7 +29,7 @@ from trainium_client.commands import (
     ui,
     watch,
 )
-from trainium_client.commands.options import close_connections, with_session
+from trainium_client.commands.options import add_session_options, close_connections
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.command_line import describe_usage_error
 
@@ -54,14 +54,14 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 }
 for _panel, _commands in _COMMANDS.items():
     for _command in _commands:
-        app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(with_session(_command))
-app.command(rich_help_panel=_SHOW)(with_session(ui.ui))
-app.command(rich_help_panel=_SHOW)(with_session(report.report, output=False))
+        app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(add_session_options(_command))
+app.command(rich_help_panel=_SHOW)(add_session_options(ui.ui))
+app.command(rich_help_panel=_SHOW)(add_session_options(report.report, output=False))
 app.command(context_settings={"ignore_unknown_options": True}, rich_help_panel=_PLAN)(
-    with_session(simulate.simulate, output=False)
+    add_session_options(simulate.simulate, output=False)
 )
 app.command("import", rich_help_panel=_PLAN)(import_job.import_)
-app.command("support-bundle", rich_help_panel=_EXPLAIN)(with_session(bundle.support_bundle))
+app.command("support-bundle", rich_help_panel=_EXPLAIN)(add_session_options(bundle.support_bundle))
 
 
 def main(arguments: list[str] | None = None) -> None:

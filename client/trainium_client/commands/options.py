@@ -40,15 +40,15 @@ def complete_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return names of jobs for the shell; none where they cannot be read."""
     options = ctx.params
     try:
-        names = job_names(options.get("namespace"), options.get("context"), options.get("kubeconfig"))
+        names = list_job_names(options.get("namespace"), options.get("context"), options.get("kubeconfig"))
     except Exception:  # noqa: BLE001 - a shell's completion never fails
         return []
     return [name for name in sorted(names) if name.startswith(incomplete)]
 
 
-def job_names(namespace: str | None, context: str | None, kubeconfig: str | None) -> list[str]:
+def list_job_names(namespace: str | None, context: str | None, kubeconfig: str | None) -> list[str]:
     """Return the names of the jobs for a completion, which must be fast."""
-    jobs = open_api(namespace, context, kubeconfig, timeout_seconds=3.0).jobs()
+    jobs = open_api(namespace, context, kubeconfig, timeout_seconds=3.0).list_jobs()
     return [str(job["metadata"]["name"]) for job in jobs]
 
 
@@ -82,13 +82,13 @@ class Session:
     def print_result(self, value: Any, page: Callable[[Any, float, int], Any]) -> None:
         """Print a value: as JSON, or as the page that `page` renders with the time and the width."""
         if self.output is Format.JSON:
-            from trainium_client.render.json_output import as_json  # noqa: PLC0415 - each form loads what it needs
+            from trainium_client.render.json_output import format_json  # noqa: PLC0415 - each form loads what it needs
 
-            sys.stdout.write(as_json(value))
+            sys.stdout.write(format_json(value))
         else:
             from trainium_client.render.page import render_text  # noqa: PLC0415 - rich takes a fifth of a command's time
 
-            output = terminal()
+            output = inspect_terminal()
             sys.stdout.write(
                 render_text(page(value, time.time(), output.width), width=output.width, colour=output.colour)
             )
@@ -99,13 +99,15 @@ class Session:
         if self.output is Format.TEXT:
             notify(sentence)
             return
-        from trainium_client.render.json_output import as_json, to_camel_case  # noqa: PLC0415 - each form loads what it needs
+        from trainium_client.render.json_output import format_json, to_camel_case  # noqa: PLC0415 - each form loads what it needs
 
-        sys.stdout.write(as_json({"message": sentence, **{to_camel_case(name): fact for name, fact in facts.items()}}))
+        sys.stdout.write(
+            format_json({"message": sentence, **{to_camel_case(name): fact for name, fact in facts.items()}})
+        )
         sys.stdout.flush()
 
 
-def with_session(
+def add_session_options(
     command: Callable[Concatenate[Session, _Params], _Result], *, output: bool = True
 ) -> Callable[..., _Result]:
     """Replace the first parameter of a command by the options of `Session`, with or without `--output`."""
@@ -160,7 +162,7 @@ class Terminal:
     interactive: bool
 
 
-def terminal() -> Terminal:
+def inspect_terminal() -> Terminal:
     """Inspect standard output."""
     interactive = sys.stdout.isatty()
     colour = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

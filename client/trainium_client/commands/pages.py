@@ -17,11 +17,11 @@ from trainium_client.commands.inspect import list_stored_checkpoints
 from trainium_client.commands.report import read_run_curve
 from trainium_client.read import JobSnapshot, read_job_snapshot
 from trainium_contract.api_server.errors import ClientError
-from trainium_contract.pages.job_page import JobReport, live_job_html
-from trainium_contract.pages.jobs_page import job_row, live_jobs_html
+from trainium_contract.pages.job_page import JobReport, render_live_job
+from trainium_contract.pages.jobs_page import build_job_row, render_live_jobs
 from trainium_contract.views.curve import LiveCurve
 from trainium_contract.views.interruptions import read_interruptions
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.status_reader import read_public_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,13 +71,13 @@ class LocalPages:
         self._results: dict[str, _WorkerResults] = {}
         """By uid."""
 
-    def jobs(self, namespace: str) -> str:
+    def render_jobs(self, namespace: str) -> str:
         """Render the list of jobs of a namespace; of all if empty. Raises ClientError."""
-        return self._cached_page((namespace, ""), lambda: self._jobs(namespace))
+        return self._render_cached((namespace, ""), lambda: self._render_jobs(namespace))
 
-    def job(self, namespace: str, name: str) -> str:
+    def render_job(self, namespace: str, name: str) -> str:
         """Render the page of a job. Raises ClientError."""
-        return self._cached_page((namespace, name), lambda: self._job(namespace, name))
+        return self._render_cached((namespace, name), lambda: self._render_job(namespace, name))
 
     def close(self) -> None:
         """Close idle connections."""
@@ -85,7 +85,7 @@ class LocalPages:
             if self._api is not None:
                 self._api.connection.close()
 
-    def _cached_page(self, key: tuple[str, str], make: Callable[[], str]) -> str:
+    def _render_cached(self, key: tuple[str, str], make: Callable[[], str]) -> str:
         with self._lock:
             if len(self._pages) >= CACHE_SIZE and key not in self._pages:
                 self._pages.clear()
@@ -96,7 +96,7 @@ class LocalPages:
                 page.at = self._monotonic()
             return page.text
 
-    def _api_for(self, namespace: str) -> Api:
+    def _connect(self, namespace: str) -> Api:
         with self._lock:
             now = self._monotonic()
             if self._api is None or now - self._opened >= CREDENTIAL_SECONDS:
@@ -105,30 +105,30 @@ class LocalPages:
                 self._api, self._opened = self._open_api(), now
             return Api(self._api.connection, namespace)
 
-    def _jobs(self, namespace: str) -> str:
-        api = self._api_for(namespace)
-        rows = [job_row(job) for job in (api.jobs() if namespace else api.all_jobs())]
+    def _render_jobs(self, namespace: str) -> str:
+        api = self._connect(namespace)
+        rows = [build_job_row(job) for job in (api.list_jobs() if namespace else api.list_all_jobs())]
         where = f"namespace {namespace}" if namespace else "all namespaces"
-        return live_jobs_html(rows, time.time(), where=where, root=self._root)
+        return render_live_jobs(rows, time.time(), where=where, root=self._root)
 
-    def _job(self, namespace: str, name: str) -> str:
-        now, api = time.time(), self._api_for(namespace)
+    def _render_job(self, namespace: str, name: str) -> str:
+        now, api = time.time(), self._connect(namespace)
         snapshot = read_job_snapshot(api, name, now)
-        results = self._worker_results(api, snapshot)
+        results = self._get_worker_results(api, snapshot)
         if results.curve is not None:
             results.curve.add_current(snapshot.view)
         report = JobReport(
             snapshot.view,
-            read_interruptions(public_status(snapshot.job)),
+            read_interruptions(read_public_status(snapshot.job)),
             snapshot.members,
             results.checkpoints,
             results.curve.points if results.curve is not None else (),
             results.notes,
             snapshot.pods,
         )
-        return live_job_html(report, now, jobs=f"{self._root}/{namespace}")
+        return render_live_job(report, now, jobs=f"{self._root}/{namespace}")
 
-    def _worker_results(self, api: Api, snapshot: JobSnapshot) -> _WorkerResults:
+    def _get_worker_results(self, api: Api, snapshot: JobSnapshot) -> _WorkerResults:
         with self._lock:
             if len(self._results) >= CACHE_SIZE and snapshot.view.uid not in self._results:
                 self._results.clear()

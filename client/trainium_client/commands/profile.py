@@ -15,8 +15,8 @@ from trainium_client.commands.options import JobName, Session, notify
 from trainium_client.pod_exec import call_concurrently, parse_json_lines, query_pods, run_in_pod
 from trainium_client.read import read_members
 from trainium_contract.api_server.errors import ClientError
-from trainium_contract.views.raw import integer, strip_control_characters, text
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.raw import read_integer, read_text, strip_control_characters
+from trainium_contract.views.status_reader import read_public_status
 from trainium_contract.views.trace import (
     Trace,
     TraceSummary,
@@ -70,8 +70,8 @@ def profile(
     if steps > MAX_PROFILED_STEPS:
         raise ClientError(f"--steps is {steps}: at most {MAX_PROFILED_STEPS} steps are recorded at once")
     api = session.open()
-    job = api.job(name)
-    phase = public_status(job).text("phase")
+    job = api.read_job(name)
+    phase = read_public_status(job).read_text("phase")
     if not read_workload(job).has_tools:
         raise ClientError(
             f"{name} runs spec.program, whose steps are not the trainer's: record them in the program with "
@@ -83,14 +83,16 @@ def profile(
     requested = _parse_ranks(ranks, members, name) if ranks else None
     pods = [row.pod for row in members.rows[:MAX_POLLED_WORKERS]]
     if requested is not None:
-        pods = list(dict.fromkeys(_pod_of(members, rank) for rank in requested))
+        pods = list(dict.fromkeys(_find_pod(members, rank) for rank in requested))
     responses = query_pods(api, pods, ("python", *SHOW_RANKS))
-    rows = [row for row in build_rank_rows(members, responses, public_status(job), time.time()) if row.pod in responses]
-    selected = [row for row in rows if row.rank in requested] if requested is not None else _slowest_and_another(rows)
+    rows = [
+        row for row in build_rank_rows(members, responses, read_public_status(job), time.time()) if row.pod in responses
+    ]
+    selected = [row for row in rows if row.rank in requested] if requested is not None else _choose_ranks(rows)
     for row in selected:
         if row.step is None:
             raise ClientError(f"rank {row.rank} in {row.pod} is not training now: {row.note or row.phase or 'no rank'}")
-    first = _first_step(selected, responses, steps, name)
+    first = _choose_first_step(selected, responses, steps, name)
     step_seconds = max(row.step_seconds or 0.0 for row in selected)
     label = f"steps {first} to {first + steps - 1}" if steps > 1 else f"step {first}"
     notify(f"recording {label} of rank{'s' * (len(selected) > 1)} {', '.join(str(row.rank) for row in selected)}")
@@ -125,23 +127,23 @@ def _parse_ranks(text: str, members: Members, name: str) -> set[int]:
     return ranks
 
 
-def _pod_of(members: Members, rank: int) -> str:
+def _find_pod(members: Members, rank: int) -> str:
     row = members.find_by_rank(rank)
     return "" if row is None else row.pod
 
 
-def _slowest_and_another(rows: Sequence[RankRow]) -> list[RankRow]:
+def _choose_ranks(rows: Sequence[RankRow]) -> list[RankRow]:
     """Return the slowest rank and the fastest one on another worker, if there is any."""
     candidates = [row for row in rows if row.step is not None] or list(rows)
     others = [row for row in candidates if row.pod != candidates[0].pod] or candidates[1:]
     return [candidates[0], *others[-1:]]
 
 
-def _first_step(rows: Sequence[RankRow], responses: Mapping[str, Any], steps: int, name: str) -> int:
+def _choose_first_step(rows: Sequence[RankRow], responses: Mapping[str, Any], steps: int, name: str) -> int:
     """Return the first step to record: a few seconds ahead, and early enough before the end of the run."""
     newest = max(row.step or 0 for row in rows)
     step_seconds = max((row.step_seconds for row in rows if row.step_seconds), default=1.0)
-    total = max(integer(record, "total_steps") for row in rows for record in responses[row.pod])
+    total = max(read_integer(record, "total_steps") for row in rows for record in responses[row.pod])
     if newest + steps > total:
         raise ClientError(
             f"{name} has completed step {newest} of {total}: --steps {steps} is more than the {max(0, total - newest)} "
@@ -160,11 +162,11 @@ def _record(
         pod, local = rows_by_rank[rank].pod, int(rank) % members.processes_per_node
         command = (*_REQUEST_PROFILE, str(local), str(first), str(steps))
         response = next(iter(parse_json_lines(run_in_pod(api, pod, command, timeout_seconds=timeout_seconds))), {})
-        path = text(response, "file")
+        path = read_text(response, "file")
         if not path:
-            raise ClientError(text(response, "problem") or "it did not respond")
+            raise ClientError(read_text(response, "problem") or "it did not respond")
         try:
-            return text(response, "stored"), parse_trace(run_in_pod(api, pod, ("cat", path)).out)
+            return read_text(response, "stored"), parse_trace(run_in_pod(api, pod, ("cat", path)).out)
         except ValueError as error:
             raise ClientError(f"the trace {path} cannot be read: {error}") from error
 

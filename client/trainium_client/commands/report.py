@@ -16,10 +16,10 @@ from trainium_client.read import JobSnapshot, read_job_snapshot
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.pages.formatting import format_bytes
 from trainium_contract.pages.job_page import JobReport, report_html
-from trainium_contract.views.checkpoints import describe_location, metrics_path
+from trainium_contract.views.checkpoints import describe_location, get_metrics_path
 from trainium_contract.views.curve import CurvePoint, read_curve
 from trainium_contract.views.interruptions import read_interruptions
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.status_reader import read_public_status
 from trainium_contract.views.workload import read_workload
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def report(
     notes = [curve_note] if curve_note else []
     if rows is None:
         notes.append(f"checkpoints on storage: {checkpoint_note}")
-    entries = read_interruptions(public_status(snapshot.job))
+    entries = read_interruptions(read_public_status(snapshot.job))
     contents = JobReport(snapshot.view, entries, snapshot.members, rows, curve, tuple(notes), snapshot.pods)
     if output == Path(Format.JSON):
         replace(session, output=Format.JSON).print_result(contents, lambda *_: None)
@@ -77,6 +77,6 @@ def read_run_curve(api: Api, snapshot: JobSnapshot, metrics: Path | None = None)
             return (), f"loss curve: no worker runs that could read it; give --metrics FILE with {location}"
         return (), "loss curve: no worker runs that could read it, and it went with the pods: the job has no storage"
     try:
-        return read_curve_in_pod(api, snapshot.members.rows[0].pod, metrics_path(snapshot.job)), ""
+        return read_curve_in_pod(api, snapshot.members.rows[0].pod, get_metrics_path(snapshot.job)), ""
     except ClientError as error:
         return (), f"loss curve: {error}; give --metrics FILE"

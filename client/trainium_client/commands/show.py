@@ -14,22 +14,22 @@ from trainium_client.read import read_interruption, read_job_snapshot
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.views.goodput import build_goodput_view
 from trainium_contract.views.interruptions import read_interruptions
-from trainium_contract.views.job import build_job_view, cost_view
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.job import build_job_view, compute_cost
+from trainium_contract.views.status_reader import read_public_status
 
 AllNamespaces = Annotated[bool, typer.Option("--all-namespaces", "-A", help="The jobs of all namespaces.")]
 
 
 def list_(session: Session, all_namespaces: AllNamespaces = False) -> None:
     """List the jobs of a namespace: phase, step, loss, nodes, goodput, interruptions."""
-    from trainium_contract.pages.jobs_page import job_row, sort_rows  # noqa: PLC0415 - the others need no list
+    from trainium_contract.pages.jobs_page import build_job_row, sort_rows  # noqa: PLC0415 - the others need no list
 
     api = session.open()
-    rows = sort_rows(job_row(job) for job in (api.all_jobs() if all_namespaces else api.jobs()))
+    rows = sort_rows(build_job_row(job) for job in (api.list_all_jobs() if all_namespaces else api.list_jobs()))
     where = "all namespaces" if all_namespaces else f"namespace {api.namespace}"
 
     def page(value: Any, _now: float, width: int) -> Any:
-        return render.tables.jobs_page(value, width, where=where, with_namespace=all_namespaces)
+        return render.tables.render_jobs(value, width, where=where, with_namespace=all_namespaces)
 
     session.print_result(rows, page)
 
@@ -42,9 +42,9 @@ def status(session: Session, name: OptionalJobName = None, all_namespaces: AllNa
         raise ClientError(f"-A lists the jobs of all namespaces: leave out {name}, or give its namespace with -n")
 
     def page(view: Any, now: float, width: int) -> Any:
-        from trainium_client.render.status import status_page  # noqa: PLC0415 - JSON does not pay for rich
+        from trainium_client.render.status import render_status  # noqa: PLC0415 - JSON does not pay for rich
 
-        return status_page(view, now=now, width=width)
+        return render_status(view, now=now, width=width)
 
     return session.print_result(read_job_snapshot(session.open(), name, time.time()).view, page)
 
@@ -59,17 +59,17 @@ def why(
     """Explain the last interruption, or why the job failed: worker, signs, response, seconds, steps, log lines."""
 
     def page(report: Any, _now: float, _width: int) -> Any:
-        from trainium_client.render.interruption import interruption_page  # noqa: PLC0415 - as above
+        from trainium_client.render.interruption import render_interruption  # noqa: PLC0415 - as above
 
-        return interruption_page(report)
+        return render_interruption(report)
 
     session.print_result(read_interruption(session.open(), name, time.time(), entry), page)
 
 
 def history(session: Session, name: JobName) -> None:
     """List the last interruptions, oldest first."""
-    entries = read_interruptions(public_status(session.open().job(name)))
-    session.print_result(entries, lambda value, _now, width: render.tables.history_page(value, width))
+    entries = read_interruptions(read_public_status(session.open().read_job(name)))
+    session.print_result(entries, lambda value, _now, width: render.tables.render_history(value, width))
 
 
 def goodput(
@@ -80,26 +80,26 @@ def goodput(
     ] = None,
 ) -> None:
     """Show where the time of a job went, and what that cost."""
-    job, now = session.open().job(name), time.time()
+    job, now = session.open().read_job(name), time.time()
     if price is None:
-        view = build_goodput_view(public_status(job), now)
+        view = build_goodput_view(read_public_status(job), now)
     else:
         job_view = build_job_view(job, now=now)
-        view = replace(job_view.goodput, cost=cost_view(job_view, price))
-    session.print_result(view, lambda value, _now, width: render.tables.goodput_page(value, width))
+        view = replace(job_view.goodput, cost=compute_cost(job_view, price))
+    session.print_result(view, lambda value, _now, width: render.tables.render_goodput(value, width))
 
 
 def scaling(session: Session, name: JobName) -> None:
     """Compare the speed at each number of nodes that a job has trained on."""
-    from trainium_client.views.sizes import scaling_rows  # noqa: PLC0415 - as in `sizes`
+    from trainium_client.views.sizes import list_scaling_rows  # noqa: PLC0415 - as in `sizes`
 
-    rows = scaling_rows(session.open().job(name))
-    session.print_result(rows, lambda value, _now, width: render.tables.scaling_page(value, width))
+    rows = list_scaling_rows(session.open().read_job(name))
+    session.print_result(rows, lambda value, _now, width: render.tables.render_scaling(value, width))
 
 
 def sizes(session: Session, name: JobName) -> None:
     """Compare numbers of nodes: how many of them train, passes of a step, share of full speed."""
     from trainium_client.views.sizes import size_rows  # noqa: PLC0415 - the others need no model of the whole job
 
-    rows = size_rows(session.open().job(name))
-    session.print_result(rows, lambda value, _now, width: render.tables.sizes_page(value, width))
+    rows = size_rows(session.open().read_job(name))
+    session.print_result(rows, lambda value, _now, width: render.tables.render_sizes(value, width))

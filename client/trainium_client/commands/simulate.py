@@ -45,7 +45,7 @@ def simulate(
     with tempfile.TemporaryDirectory() as folder:
         manifest = filename or Path(folder) / f"{name}.json"
         if name is not None:
-            manifest.write_text(json.dumps(session.open().job(name)), encoding="utf-8")
+            manifest.write_text(json.dumps(session.open().read_job(name)), encoding="utf-8")
         learn_options = ["--learn-from", str(manifest)] if learn else []
         output = subprocess.run([program, "simulate", str(manifest), *learn_options, *options], check=False)
     return 1 if output.returncode else 0

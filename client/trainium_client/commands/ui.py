@@ -32,7 +32,7 @@ def ui(
 
     api = session.open()
     if name is not None:
-        api.job(name)  # a failure is shown here, not in the browser
+        api.read_job(name)  # a failure is shown here, not in the browser
     secret = secrets.token_urlsafe(24)
     start = "" if all_namespaces and name is None else f"/{api.namespace}" + (f"/{name}" if name else "")
     pages = LocalPages(session.open, f"/{secret}")

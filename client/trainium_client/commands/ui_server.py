@@ -91,9 +91,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.server.redeem_ticket(path):
             self._respond(HTTPStatus.SEE_OTHER, "", Location=self.server.start)
         else:
-            self._page(path)
+            self._serve_page(path)
 
-    def _page(self, path: str) -> None:
+    def _serve_page(self, path: str) -> None:
         first, *rest = [unquote(part) for part in path.split("/")[1:]]
         if not hmac.compare_digest(first.encode(), self.server.secret.encode()) or len(rest) > 2:
             self._respond(HTTPStatus.NOT_FOUND, "no such page: use the address that kubectl trn ui has printed\n")
@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
         namespace, name = (*rest, "", "")[:2]
         pages = self.server.pages
         try:
-            text = pages.job(namespace, name) if name else pages.jobs(namespace)
+            text = pages.render_job(namespace, name) if name else pages.render_jobs(namespace)
         except ClientError as error:
             code = next((code for kind, code in _CODES if isinstance(error, kind)), HTTPStatus.BAD_GATEWAY)
             self._respond(code, f"{error}\n")

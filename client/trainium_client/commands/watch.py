@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from trainium_client.commands.options import Format, JobName, Session, terminal
+from trainium_client.commands.options import Format, JobName, Session, inspect_terminal
 from trainium_client.read import read_job_snapshot
 from trainium_contract.api_server.errors import ConnectionFailedError
 from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
@@ -29,9 +29,9 @@ def watch(
     """Show the screen of `status`, live, until the job has ended."""
     api = session.open()
     last_line, changed = "", threading.Event()
-    version = str(api.job(name)["metadata"].get("resourceVersion") or "")
+    version = str(api.read_job(name)["metadata"].get("resourceVersion") or "")
     threading.Thread(target=_watch_changes, args=(api, name, version, changed), daemon=True).start()
-    output = terminal()
+    output = inspect_terminal()
     while True:
         changed.clear()
         now = time.time()
@@ -43,16 +43,18 @@ def watch(
             sys.stdout.write(f"{line}\n")
         elif output.interactive:
             from trainium_client.render.page import render_text  # noqa: PLC0415
-            from trainium_client.render.status import status_page  # noqa: PLC0415
+            from trainium_client.render.status import render_status  # noqa: PLC0415
 
-            output = terminal()
-            page = render_text(status_page(view, now=now, width=output.width), width=output.width, colour=output.colour)
+            output = inspect_terminal()
+            page = render_text(
+                render_status(view, now=now, width=output.width), width=output.width, colour=output.colour
+            )
             sys.stdout.write(f"{_CLEAR}{page}")
         else:
-            from trainium_client.render.status import status_line  # noqa: PLC0415
+            from trainium_client.render.status import format_status_line  # noqa: PLC0415
             from trainium_contract.pages.formatting import format_utc  # noqa: PLC0415
 
-            line = status_line(view)
+            line = format_status_line(view)
             if line != last_line:
                 sys.stdout.write(f"{format_utc(now)}  {line}\n")
             last_line = line
@@ -74,7 +76,7 @@ def _watch_changes(api: Api, name: str, version: str, changed: threading.Event) 
             with api.connection.stream(path, query=query) as stream:
                 if stream.status >= 400:
                     return
-                for _ in stream.lines():
+                for _ in stream.read_lines():
                     changed.set()
         except ConnectionFailedError:
             pass

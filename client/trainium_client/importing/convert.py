@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_client.importing.source_job import QUEUE_LABEL, YEAR_SECONDS
 from trainium_contract.accelerators import INSTANCES
-from trainium_contract.definition.crd import object_schema
+from trainium_contract.definition.crd import build_object_schema
 from trainium_contract.job import MAX_NAME
 from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
 
@@ -54,9 +54,9 @@ class ImportedJob:
         for name in parents:
             target = target.setdefault(name, {})
         target[last] = value
-        self.comment(path, comment)
+        self.add_comment(path, comment)
 
-    def comment(self, path: str, text: str) -> None:
+    def add_comment(self, path: str, text: str) -> None:
         """Add a comment before a field; at the end of its object if the field is absent."""
         if text and text not in self.comments.setdefault(path, []):
             self.comments[path].append(text)
@@ -68,7 +68,7 @@ class ImportedJob:
         for parent in parents:
             target = target.get(parent, {})
         action = "CHANGE" if name in target else "FILL IN"
-        self.comment(path, f"{action} {name}: {text}")
+        self.add_comment(path, f"{action} {name}: {text}")
         self.missing.append(f"{action.lower()} {path}: {text}")
 
 
@@ -89,7 +89,7 @@ def convert(source: SourceJob, *, instance_type: str = "", image: str = "") -> I
     _set_settings(job, source)
     for note in (*source.program.notes, *source.pod.notes, *source.notes):
         if note.field:
-            job.comment(note.field, note.text)
+            job.add_comment(note.field, note.text)
         else:
             job.header.append(note.text)
     return job
@@ -145,7 +145,7 @@ def _set_workers(job: ImportedJob, source: SourceJob) -> None:
     job.set("spec.workers.replicas", nodes, comment)
     if least is not None:
         if least > nodes:
-            job.comment("spec.workers.replicas", f"{nodes} in the {source.kind}, below its smallest size")
+            job.add_comment("spec.workers.replicas", f"{nodes} in the {source.kind}, below its smallest size")
             nodes = least
             job.set("spec.workers.replicas", nodes)
         job.set(
@@ -158,7 +158,9 @@ def _set_workers(job: ImportedJob, source: SourceJob) -> None:
     if source.spares:
         job.set("spec.workers.spares", source.spares)
     elif nodes > 1:
-        job.comment("spec.workers.spares", "spares: 1 would keep a warm worker that replaces a lost node in seconds")
+        job.add_comment(
+            "spec.workers.spares", "spares: 1 would keep a warm worker that replaces a lost node in seconds"
+        )
 
 
 def _set_accelerator(job: ImportedJob, source: SourceJob, instance_type: str) -> None:
@@ -176,7 +178,7 @@ def _set_accelerator(job: ImportedJob, source: SourceJob, instance_type: str) ->
             path, accelerator, "instanceType (--instance-type) in place of resources also sets cores and selects nodes"
         )
         if not source.program.processes:
-            job.comment(path, "without coresPerNode or instanceType one process starts on each node")
+            job.add_comment(path, "without coresPerNode or instanceType one process starts on each node")
     elif devices is not None and not devices:
         job.set(path, {"device": "cpu"}, "the pods have no device")
     else:
@@ -279,7 +281,7 @@ def _set_program(job: ImportedJob, source: SourceJob, image: str) -> None:
     if pod.working_directory:
         job.set(f"{path}.workingDirectory", pod.working_directory)
     _set_processes(job, source, on_neuron="instanceType" in job.document["spec"]["workers"].get("accelerator", {}))
-    job.comment(
+    job.add_comment(
         f"{path}.checkpoints",
         "give checkpoints: {path: ..., committed: ...} and progress, so that status, drains and `why` know them",
     )
@@ -289,11 +291,11 @@ def _set_processes(job: ImportedJob, source: SourceJob, *, on_neuron: bool) -> N
     path, program = "spec.program.processesPerNode", source.program
     gpus = (source.pod.devices or {}).get("nvidia.com/gpu")
     if on_neuron and gpus == str(program.processes):
-        job.comment(
+        job.add_comment(
             path, f"processesPerNode was {gpus}, one for each GPU; left out: one for each core, so the batch may change"
         )
     elif program.one_for_each_device:
-        job.comment(path, "processesPerNode is left out: one process for each core of the accelerator")
+        job.add_comment(path, "processesPerNode is left out: one process for each core of the accelerator")
     elif program.launched or program.processes:
         count = program.processes or 1
         same = gpus == str(count) and count > 1
@@ -326,7 +328,7 @@ def _set_settings(job: ImportedJob, source: SourceJob) -> None:
         settings["scheduling.queueName"] = queue
     if {"startupDeadlineSeconds", "activeDeadlineSeconds"} <= settings.keys():
         settings["startupDeadlineSeconds"] = min(settings["startupDeadlineSeconds"], settings["activeDeadlineSeconds"])
-    spec = object_schema()["properties"]["spec"]
+    spec = build_object_schema()["properties"]["spec"]
     for path in _SETTINGS:
         if path in settings:
             value = _clamp(settings[path], reduce(lambda node, name: node["properties"][name], path.split("."), spec))

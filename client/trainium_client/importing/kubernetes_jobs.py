@@ -154,7 +154,7 @@ def read_kubernetes_job(
     if rules.refusal_without_launcher and not program.launched:
         raise ClientError(rules.refusal_without_launcher)
     if parts.processes is not None:
-        program = program.with_processes(parts.processes)
+        program = program.set_processes(parts.processes)
     settings = {target: _read_setting(fields, target, paths) for target, paths in rules.settings.items()}
     limits = (*parts.budgets, ("torchrun --max-restarts", program.max_restarts))
     limits += () if parts.restarts else (("restartPolicy Never", 0),)
@@ -180,42 +180,42 @@ def _read_metadata(fields: Fields) -> dict[str, Any]:
     """Return name, namespace, labels and annotations, and mark what only the API server writes as read."""
     fields.skip("apiVersion", "kind", "status", *(f"metadata.{key}" for key in _FROM_SERVER))
     return {
-        "name": fields.text("metadata.name") or fields.text("metadata.generateName"),
-        "namespace": fields.text("metadata.namespace"),
-        "labels": fields.text_map("metadata.labels"),
-        "annotations": fields.text_map("metadata.annotations"),
+        "name": fields.read_text("metadata.name") or fields.read_text("metadata.generateName"),
+        "namespace": fields.read_text("metadata.namespace"),
+        "labels": fields.read_text_map("metadata.labels"),
+        "annotations": fields.read_text_map("metadata.annotations"),
     }
 
 
 def _read_setting(fields: Fields, target: str, paths: str) -> Any:
     """Return the value of a setting; None where the job has none."""
     if target == "suspend":
-        return fields.boolean(paths) or None
+        return fields.read_boolean(paths) or None
     if target == "scheduling.priorityClassName":
-        return fields.text(paths) or None
+        return fields.read_text(paths) or None
     if target == "cleanPodPolicy":
-        name = fields.text(paths)
+        name = fields.read_text(paths)
         if name and name not in _POLICIES:
             raise ClientError(f"cleanPodPolicy {name} is unknown: give one of {', '.join(_POLICIES)}")
         return _POLICIES.get(name)
-    return next((value for value in [fields.integer(path) for path in paths.split()] if value is not None), None)
+    return next((value for value in [fields.read_integer(path) for path in paths.split()] if value is not None), None)
 
 
 def _read_pytorch_job(fields: Fields, _others: Sequence[Json], _replica: str) -> _Parts:
     """Raise ClientError if no role has a template."""
-    spec = fields.child("spec")
-    policy, elastic = spec.child("runPolicy"), spec.child("elasticPolicy")
-    roles = [spec.child(f"pytorchReplicaSpecs.{name}") for name in ("Master", "Worker")]
+    spec = fields.read_child("spec")
+    policy, elastic = spec.read_child("runPolicy"), spec.read_child("elasticPolicy")
+    roles = [spec.read_child(f"pytorchReplicaSpecs.{name}") for name in ("Master", "Worker")]
     used = [role for role in roles if "template" in role]
-    counts = [1 if count is None else count for count in [role.integer("replicas") for role in used]]
+    counts = [1 if count is None else count for count in [role.read_integer("replicas") for role in used]]
     if not used:
         raise ClientError("spec.pytorchReplicaSpecs has no Worker and no Master with a template: give one")
     main = used[-1]
-    notes = _list_differences(used[0].mapping("template"), main.mapping("template")) if len(used) > 1 else []
+    notes = _list_differences(used[0].read_mapping("template"), main.read_mapping("template")) if len(used) > 1 else []
     # The limits of an elastic job count its Workers.
     masters = counts[0] if len(used) > 1 else 0
-    least, most = elastic.integer("minReplicas"), elastic.integer("maxReplicas")
-    policies = [role.text("restartPolicy") for role in (main, roles[0])]
+    least, most = elastic.read_integer("minReplicas"), elastic.read_integer("maxReplicas")
+    policies = [role.read_text("restartPolicy") for role in (main, roles[0])]
     restarts = policies[0] or policies[1]
     if restarts in ("Always", "OnFailure"):
         notes.append(
@@ -225,14 +225,14 @@ def _read_pytorch_job(fields: Fields, _others: Sequence[Json], _replica: str) ->
         notes.append(Note(f"restartPolicy ExitCode: {_CAUSES}"))
     processes = [spec.read("nprocPerNode"), elastic.read("nProcPerNode")]
     return _Parts(
-        template=main.child("template"),
+        template=main.read_child("template"),
         nodes=sum(counts),
         min_nodes=None if least is None else max(1, least + masters),
         max_nodes=None if most is None else most + masters,
         processes=processes[0] or processes[1] or "auto",
         budgets=(
-            ("runPolicy.backoffLimit", policy.integer("backoffLimit")),
-            ("elasticPolicy.maxRestarts", elastic.integer("maxRestarts")),
+            ("runPolicy.backoffLimit", policy.read_integer("backoffLimit")),
+            ("elasticPolicy.maxRestarts", elastic.read_integer("maxRestarts")),
         ),
         restarts=restarts != "Never",
         notes=tuple(notes),
@@ -248,40 +248,44 @@ def _list_differences(masters: Json, workers: Json) -> list[Note]:
 
 def _read_train_job(fields: Fields, others: Sequence[Json], _replica: str) -> _Parts:
     """Raise ClientError without its runtime, which is one of the other documents, or for one of another framework."""
-    reference, trainer = fields.child("spec.runtimeRef"), fields.child("spec.trainer")
+    reference, trainer = fields.read_child("spec.runtimeRef"), fields.read_child("spec.trainer")
     runtime = fields.attach("runtime", _find_runtime(reference, others))
     _read_metadata(runtime)
-    policy, job_set = runtime.child("spec.mlPolicy"), runtime.child("spec.template.spec")
+    policy, job_set = runtime.read_child("spec.mlPolicy"), runtime.read_child("spec.template.spec")
     if found := [name for name in _OTHER_RUNTIMES if name in policy]:
         raise ClientError(f"the runtime is one of {found[0]}: only runtimes of torch can be imported")
     runtime.skip("spec.template.metadata")
-    job, notes = _find_training_job(job_set.children("replicatedJobs"))
+    job, notes = _find_training_job(job_set.read_children("replicatedJobs"))
     job.skip("name", "dependsOn", "groupName", "replicas", "template.metadata")
     job.skip("template.spec.completions", "template.spec.completionMode")
-    nodes = [trainer.integer("numNodes"), policy.integer("numNodes"), job.integer("template.spec.parallelism")]
+    nodes = [
+        trainer.read_integer("numNodes"),
+        policy.read_integer("numNodes"),
+        job.read_integer("template.spec.parallelism"),
+    ]
     processes = [trainer.read("numProcPerNode"), policy.read("torch.numProcPerNode")]
-    elastic = policy.child("torch.elasticPolicy")
+    elastic = policy.read_child("torch.elasticPolicy")
     return _Parts(
-        template=job.child("template.spec.template"),
+        template=job.read_child("template.spec.template"),
         nodes=nodes[0] or nodes[1] or nodes[2] or 1,
-        min_nodes=elastic.integer("minNodes"),
-        max_nodes=elastic.integer("maxNodes"),
+        min_nodes=elastic.read_integer("minNodes"),
+        max_nodes=elastic.read_integer("maxNodes"),
         processes=processes[0] or processes[1] or "auto",
         overrides={
-            "image": trainer.text("image"),
-            "command": trainer.texts("command"),
-            "args": trainer.texts("args"),
+            "image": trainer.read_text("image"),
+            "command": trainer.read_texts("command"),
+            "args": trainer.read_texts("args"),
             "env": trainer.read("env") or [],
-            "resources": trainer.mapping("resourcesPerNode"),
+            "resources": trainer.read_mapping("resourcesPerNode"),
         },
         budgets=(
-            ("failurePolicy.maxRestarts", job_set.integer("failurePolicy.maxRestarts")),
-            ("backoffLimit", job.integer("template.spec.backoffLimit")),
-            ("elasticPolicy.maxRestarts", elastic.integer("maxRestarts")),
+            ("failurePolicy.maxRestarts", job_set.read_integer("failurePolicy.maxRestarts")),
+            ("backoffLimit", job.read_integer("template.spec.backoffLimit")),
+            ("elasticPolicy.maxRestarts", elastic.read_integer("maxRestarts")),
         ),
         notes=(
             Note(
-                f"image, command and resources are those of the job over those of {reference.text('name')}",
+                f"image, command and resources are those of the job over those of {reference.read_text('name')}",
                 "spec.program",
             ),
             *notes,
@@ -290,8 +294,8 @@ def _read_train_job(fields: Fields, others: Sequence[Json], _replica: str) -> _P
 
 
 def _find_runtime(reference: Fields, others: Sequence[Json]) -> Json:
-    name, kind = reference.text("name"), reference.text("kind", RUNTIMES[0])
-    reference.text("apiGroup")
+    name, kind = reference.read_text("name"), reference.read_text("kind", RUNTIMES[0])
+    reference.read_text("apiGroup")
     for document in others:
         metadata = document.get("metadata")
         if document.get("kind") == kind and isinstance(metadata, dict) and metadata.get("name") == name:
@@ -305,27 +309,29 @@ def _find_runtime(reference: Fields, others: Sequence[Json]) -> Json:
 def _find_training_job(jobs: list[Fields]) -> tuple[Fields, list[Note]]:
     """Return the Job that trains, and notes on the others, which initialize data and model."""
     marked = [job for job in jobs if _is_marked(job)] or [
-        job for job in jobs if job.text("name") in ("node", "trainer")
+        job for job in jobs if job.read_text("name") in ("node", "trainer")
     ]
     chosen = marked or jobs
     if len(chosen) != 1:
         raise ClientError(f"the runtime has no Job that is marked as the trainer: label one with {_ANCESTOR}: trainer")
     beside = [job for job in jobs if job is not chosen[0]]
     for job in beside:
-        job.rest()
-    return chosen[0], [Note(f"Job {job.text('name')} of the runtime: it is not run before training") for job in beside]
+        job.read_rest()
+    return chosen[0], [
+        Note(f"Job {job.read_text('name')} of the runtime: it is not run before training") for job in beside
+    ]
 
 
 def _is_marked(job: Fields) -> bool:
-    metadata = job.mapping("template").get("metadata")
+    metadata = job.read_mapping("template").get("metadata")
     labels = metadata.get("labels") if isinstance(metadata, dict) else None
     return isinstance(labels, dict) and labels.get(_ANCESTOR) == "trainer"
 
 
 def _choose_part(fields: Fields, path: str, name: str) -> tuple[Fields, tuple[Note, ...]]:
     """Return the part that trains: the only one, or the one with this name. Raises ClientError if that is not clear."""
-    parts = fields.child("spec").children(path.removeprefix("spec."))
-    by_name = {part.text("name"): part for part in parts}
+    parts = fields.read_child("spec").read_children(path.removeprefix("spec."))
+    by_name = {part.read_text("name"): part for part in parts}
     if name and name not in by_name:
         raise ClientError(f"{path} has no {name}: give --replica with one of {', '.join(by_name) or 'none'}")
     if not parts or (len(parts) > 1 and not name):
@@ -334,24 +340,26 @@ def _choose_part(fields: Fields, path: str, name: str) -> tuple[Fields, tuple[No
     chosen = by_name[name] if name else parts[0]
     beside = [part for part in parts if part is not chosen]
     for part in beside:
-        part.rest()
-    return chosen, tuple(Note(f"{path} {part.text('name')}: only {chosen.text('name')} is imported") for part in beside)
+        part.read_rest()
+    return chosen, tuple(
+        Note(f"{path} {part.read_text('name')}: only {chosen.read_text('name')} is imported") for part in beside
+    )
 
 
 def _read_job_set(fields: Fields, _others: Sequence[Json], replica: str) -> _Parts:
     job, notes = _choose_part(fields, "spec.replicatedJobs", replica)
     job.skip("dependsOn", "groupName", "template.metadata", "template.spec.completionMode")
-    replicas = job.integer("replicas")
-    counts = [job.integer("template.spec.parallelism"), job.integer("template.spec.completions")]
-    if _TOPOLOGY in fields.text_map("metadata.annotations"):
+    replicas = job.read_integer("replicas")
+    counts = [job.read_integer("template.spec.parallelism"), job.read_integer("template.spec.completions")]
+    if _TOPOLOGY in fields.read_text_map("metadata.annotations"):
         notes += (Note(f"annotation {_TOPOLOGY}: scheduling.topology Required keeps workers in one domain"),)
     return _Parts(
-        template=job.child("template.spec.template"),
+        template=job.read_child("template.spec.template"),
         nodes=(1 if replicas is None else replicas) * (counts[0] or counts[1] or 1),
-        settings={"activeDeadlineSeconds": job.integer("template.spec.activeDeadlineSeconds")},
+        settings={"activeDeadlineSeconds": job.read_integer("template.spec.activeDeadlineSeconds")},
         budgets=(
-            ("failurePolicy.maxRestarts", fields.integer("spec.failurePolicy.maxRestarts")),
-            ("backoffLimit of the Job", job.integer("template.spec.backoffLimit")),
+            ("failurePolicy.maxRestarts", fields.read_integer("spec.failurePolicy.maxRestarts")),
+            ("backoffLimit of the Job", job.read_integer("template.spec.backoffLimit")),
         ),
         notes=notes,
     )
@@ -359,35 +367,35 @@ def _read_job_set(fields: Fields, _others: Sequence[Json], replica: str) -> _Par
 
 def _read_hyperpod_job(fields: Fields, _others: Sequence[Json], replica: str) -> _Parts:
     chosen, notes = _choose_part(fields, "spec.replicaSpecs", replica)
-    spec = fields.child("spec")
-    policy, elastic = spec.child("runPolicy"), spec.child("elasticPolicy")
-    if policy.text("cleanPodPolicy") == "OnlyComplete":
+    spec = fields.read_child("spec")
+    policy, elastic = spec.read_child("runPolicy"), spec.read_child("elasticPolicy")
+    if policy.read_text("cleanPodPolicy") == "OnlyComplete":
         sentence = "OnlyComplete keeps the pods of a failed job; Running deletes those that still run"
         notes += (Note(sentence, "spec.cleanPodPolicy"),)
-    replicas = chosen.integer("replicas")
-    most, elastic_most = chosen.integer("maxReplicas"), elastic.integer("maxReplicas")
+    replicas = chosen.read_integer("replicas")
+    most, elastic_most = chosen.read_integer("maxReplicas"), elastic.read_integer("maxReplicas")
     return _Parts(
-        template=chosen.child("template"),
+        template=chosen.read_child("template"),
         nodes=1 if replicas is None else replicas,
-        min_nodes=elastic.integer("minReplicas"),
+        min_nodes=elastic.read_integer("minReplicas"),
         max_nodes=most if elastic_most is None else elastic_most,
-        spares=chosen.integer("spares") or 0,
+        spares=chosen.read_integer("spares") or 0,
         processes=spec.read("nprocPerNode") or "auto",
-        budgets=(("runPolicy.jobMaxRetryCount", policy.integer("jobMaxRetryCount")),),
-        window_seconds=policy.integer("restartPolicy.evalPeriodSeconds") or YEAR_SECONDS,
+        budgets=(("runPolicy.jobMaxRetryCount", policy.read_integer("jobMaxRetryCount")),),
+        window_seconds=policy.read_integer("restartPolicy.evalPeriodSeconds") or YEAR_SECONDS,
         notes=notes,
     )
 
 
 def _read_ray_job(fields: Fields, _others: Sequence[Json], _replica: str) -> _Parts:
     """Read the head, on which the entrypoint runs; only a driver of Ray starts work on other nodes."""
-    head = fields.child("spec.rayClusterSpec.headGroupSpec")
+    head = fields.read_child("spec.rayClusterSpec.headGroupSpec")
     head.skip("rayStartParams", "serviceType")
     return _Parts(
-        template=head.child("template"),
+        template=head.read_child("template"),
         nodes=1,
-        overrides={"command": ["bash", "-c"], "args": [fields.text("spec.entrypoint")]},
-        budgets=(("spec.backoffLimit", fields.integer("spec.backoffLimit")),),
+        overrides={"command": ["bash", "-c"], "args": [fields.read_text("spec.entrypoint")]},
+        budgets=(("spec.backoffLimit", fields.read_integer("spec.backoffLimit")),),
         notes=(Note("the entrypoint of a RayJob runs on the head alone", "spec.workers.replicas"),),
     )
 

@@ -66,15 +66,19 @@ def read_pod(
     Raises ClientError without a container.
     """
     draft = _Draft()
-    metadata, spec = template.child("metadata"), template.child("spec")
-    containers = spec.children("containers")
+    metadata, spec = template.read_child("metadata"), template.read_child("spec")
+    containers = spec.read_children("containers")
     main = _choose_container(containers, names, draft, template.path)
-    others = [{"name": container.text("name"), **container.rest()} for container in containers if container is not main]
+    others = [
+        {"name": container.read_text("name"), **container.read_rest()}
+        for container in containers
+        if container is not main
+    ]
     image, command, args, environment = _read_main(main, overrides or {})
     program = read_command(command, args, environment) if command or args else Program()
     if not command:
         program = Program(args=tuple(args))
-    folder = main.text("workingDir")
+    folder = main.read_text("workingDir")
     volumes = _read_volumes(spec, main, draft)
     container, devices = _read_container(main, overrides or {}, draft)
     instance_type, selector = _read_node_selector(spec)
@@ -86,16 +90,16 @@ def read_pod(
     }
     if body["containers"] == [{"name": "worker"}]:
         del body["containers"]
-    labels = metadata.text_map("labels")
+    labels = metadata.read_text_map("labels")
     settings = {
         "scheduling.queueName": labels.get(QUEUE_LABEL),
-        "scheduling.priorityClassName": spec.text("priorityClassName"),
-        "recovery.gracePeriodSeconds": spec.integer("terminationGracePeriodSeconds"),
+        "scheduling.priorityClassName": spec.read_text("priorityClassName"),
+        "recovery.gracePeriodSeconds": spec.read_integer("terminationGracePeriodSeconds"),
     }
     parts = PodParts(
         image=image,
         working_directory=folder,
-        template=_with_metadata(labels, metadata.text_map("annotations"), body),
+        template=_add_metadata(labels, metadata.read_text_map("annotations"), body),
         devices=devices,
         instance_type=instance_type,
         settings={name: value for name, value in settings.items() if value not in (None, "")},
@@ -108,18 +112,18 @@ def read_pod(
 def _choose_container(containers: list[Fields], names: Sequence[str], draft: _Draft, path: str) -> Fields:
     if not containers:
         raise ClientError(f"{path}.spec.containers is empty: give the training container")
-    by_name = {container.text("name"): container for container in containers}
+    by_name = {container.read_text("name"): container for container in containers}
     main = next((by_name[name] for name in names if name in by_name), containers[0])
     if len(containers) > 1:
         beside = ", ".join(name for name, container in by_name.items() if container is not main)
-        draft.note(f"container {main.text('name')} trains; beside it runs {beside}", "spec.workers.template")
+        draft.note(f"container {main.read_text('name')} trains; beside it runs {beside}", "spec.workers.template")
     return main
 
 
 def _read_main(main: Fields, overrides: Mapping[str, Any]) -> tuple[str, list[str], list[str], dict[str, str]]:
     """Return image, command, args and the variables of known value of the training container."""
-    command = overrides.get("command") or main.texts("command")
-    args = overrides.get("args") or main.texts("args")
+    command = overrides.get("command") or main.read_texts("command")
+    args = overrides.get("args") or main.read_texts("args")
     for key in ("command", "args", "name"):
         main.read(key)
     variables = [*(main.read("env") or []), *overrides.get("env", [])]
@@ -128,7 +132,7 @@ def _read_main(main: Fields, overrides: Mapping[str, Any]) -> tuple[str, list[st
         for variable in variables
         if isinstance(variable, dict) and "name" in variable and "valueFrom" not in variable
     }
-    image = overrides.get("image") or main.text("image")
+    image = overrides.get("image") or main.read_text("image")
     main.read("image")
     return image, command, args, environment
 
@@ -146,7 +150,7 @@ def _read_container(main: Fields, overrides: Mapping[str, Any], draft: _Draft) -
     kept: dict[str, Any] = {}
     if env := [variable for name, variable in variables.items() if name not in dropped]:
         kept["env"] = env
-    resources, devices = _read_resources(main.mapping("resources"), overrides.get("resources") or {})
+    resources, devices = _read_resources(main.read_mapping("resources"), overrides.get("resources") or {})
     if resources:
         kept["resources"] = resources
     mounts = _read_mounts(main, draft)
@@ -158,7 +162,7 @@ def _read_container(main: Fields, overrides: Mapping[str, Any], draft: _Draft) -
         kept["imagePullPolicy"] = main.read("imagePullPolicy")
     for key in ("terminationMessagePath", "terminationMessagePolicy"):
         main.read(key)
-    return {**kept, **main.rest()}, devices
+    return {**kept, **main.read_rest()}, devices
 
 
 def _read_resources(resources: dict[str, Any], override: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -177,8 +181,8 @@ def _read_volumes(spec: Fields, main: Fields, draft: _Draft) -> list[dict[str, A
     """Return the volumes that the template keeps; set what the mounts need to know."""
     mounted = {mount.get("name"): mount for mount in main.read("volumeMounts") or [] if isinstance(mount, dict)}
     kept: list[dict[str, Any]] = []
-    for volume in spec.children("volumes"):
-        name, body = volume.text("name"), volume.rest("name")
+    for volume in spec.read_children("volumes"):
+        name, body = volume.read_text("name"), volume.read_rest("name")
         mount = mounted.get(name, {})
         path = str(mount.get("mountPath", "")).rstrip("/")
         memory = isinstance(body.get("emptyDir"), dict) and body["emptyDir"].get("medium") == "Memory"
@@ -223,18 +227,18 @@ def _read_mounts(main: Fields, draft: _Draft) -> list[dict[str, Any]]:
 
 def _read_node_selector(spec: Fields) -> tuple[str, dict[str, str]]:
     """Return the instance type that the pod selects, and the rest of its node selector."""
-    selector = spec.text_map("nodeSelector")
+    selector = spec.read_text_map("nodeSelector")
     return selector.get(INSTANCE_TYPE_LABEL, ""), {k: v for k, v in selector.items() if k != INSTANCE_TYPE_LABEL}
 
 
 def _read_decided(spec: Fields, draft: _Draft) -> dict[str, Any]:
     """Return the fields of the pod that are kept, and note those that the operator decides."""
-    if restart := spec.text("restartPolicy"):
+    if restart := spec.read_text("restartPolicy"):
         draft.note(f"restartPolicy {restart} of the pod: the operator restarts processes in place and replaces pods")
-    scheduler = spec.text("schedulerName")
+    scheduler = spec.read_text("schedulerName")
     if scheduler in _GANG_SCHEDULERS:
         draft.note(f"schedulerName {scheduler}: scheduling.gang chooses how all workers start together")
-    kept = spec.rest(
+    kept = spec.read_rest(
         "terminationGracePeriodSeconds", "priorityClassName", "activeDeadlineSeconds", "subdomain", "hostname"
     )
     if scheduler and scheduler not in _GANG_SCHEDULERS:
@@ -249,7 +253,7 @@ def _read_decided(spec: Fields, draft: _Draft) -> dict[str, Any]:
     return kept
 
 
-def _with_metadata(labels: dict[str, str], annotations: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
+def _add_metadata(labels: dict[str, str], annotations: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
     metadata = {
         key: kept
         for key, values in (("labels", labels), ("annotations", annotations))

@@ -109,8 +109,8 @@ def read_script_file(script: str, name: str) -> SourceJob:
         for key, value in vars(found.srun).items():
             if value is not None:
                 setattr(options, key, value)
-    tasks = _whole(options.ntasks_per_node or options.tasks_per_node)
-    program = found.launched or _plain_program(found.words)
+    tasks = _parse_whole_number(options.ntasks_per_node or options.tasks_per_node)
+    program = found.launched or _build_plain_program(found.words)
     notes += _explain(options)
     if not program.launched and _RANK_SCRIPT.search(script):
         notes.append(
@@ -176,7 +176,7 @@ def _read_statement(script: str, statement: Statement, variables: dict[str, list
     texts = [word.text for word in words]
     srun = None
     if texts[0] == "srun":
-        split = _first_of_command(texts)
+        split = _find_command(texts)
         srun, _ = _build_parser().parse_known_args(texts[1:split])
         words = words[split:]
         if not words or not _is_training([word.text for word in words]):
@@ -189,7 +189,7 @@ def _read_statement(script: str, statement: Statement, variables: dict[str, list
     return _Found(words, srun, program) if program is not None or srun is not None else None
 
 
-def _first_of_command(texts: Sequence[str]) -> int:
+def _find_command(texts: Sequence[str]) -> int:
     """Return the index of the first word after srun's options."""
     index = 1
     while index < len(texts) and texts[index].startswith("-"):
@@ -206,7 +206,7 @@ def _is_training(texts: Sequence[str]) -> bool:
     return any(name in joined for name in (*LAUNCHERS, "torch.distributed", "python", ".sh", "accelerate", "deepspeed"))
 
 
-def _plain_program(words: Sequence[Word]) -> Program:
+def _build_plain_program(words: Sequence[Word]) -> Program:
     """Return the program that srun starts once for each task."""
     if all(word.is_literal and not word.is_operator for word in words):
         return Program(tuple(word.text for word in words[:2]), tuple(word.text for word in words[2:]))
@@ -234,7 +234,7 @@ def _read_nodes(options: argparse.Namespace, program: Program, tasks: int | None
     if given:
         least, most = int(given[1]), int(given[2] or given[1])
         return (least, most) if most > least else (None, least)
-    total = _whole(options.ntasks)
+    total = _parse_whole_number(options.ntasks)
     if total:
         return None, max(1, total // (tasks or 1))
     return program.min_nodes, program.max_nodes or 1
@@ -243,7 +243,10 @@ def _read_nodes(options: argparse.Namespace, program: Program, tasks: int | None
 def _build_pod(options: argparse.Namespace, exported: dict[str, str], tasks: int) -> PodParts:
     """Return what the workers keep: variables, memory, processors, image and folder."""
     requests: dict[str, str] = {}
-    cpus, memory = _whole(options.cpus_per_task), re.fullmatch(r"(\d+)([KMGT]?)B?", options.mem or "", re.IGNORECASE)
+    cpus, memory = (
+        _parse_whole_number(options.cpus_per_task),
+        re.fullmatch(r"(\d+)([KMGT]?)B?", options.mem or "", re.IGNORECASE),
+    )
     if cpus:
         requests["cpu"] = str(cpus * tasks)
     if memory and int(memory[1]):
@@ -273,14 +276,14 @@ def _build_pod(options: argparse.Namespace, exported: dict[str, str], tasks: int
 def _read_devices(options: argparse.Namespace, tasks: int) -> dict[str, str] | None:
     """Return the devices of a node; None if the script does not name any."""
     for value, factor in ((options.gpus_per_node, 1), (options.gpus_per_task, tasks)):
-        if value and (count := _whole(value.rsplit(":", 1)[-1])):
+        if value and (count := _parse_whole_number(value.rsplit(":", 1)[-1])):
             return {"nvidia.com/gpu": str(count * factor)}
     gres = re.search(r"\bgpu(?::[\w.-]+)?:(\d+)", options.gres or "")
     if gres:
         return {"nvidia.com/gpu": gres[1]}
     if options.gpus:
-        nodes = _whole((options.nodes or "1").split("-")[-1]) or 1
-        total = _whole(options.gpus.rsplit(":", 1)[-1]) or 0
+        nodes = _parse_whole_number((options.nodes or "1").split("-")[-1]) or 1
+        total = _parse_whole_number(options.gpus.rsplit(":", 1)[-1]) or 0
         return {"nvidia.com/gpu": str(max(1, total // nodes))}
     return None
 
@@ -305,5 +308,5 @@ def _read_signal(value: str | None) -> int | None:
     return int(match[1]) if match else None
 
 
-def _whole(text: str | None) -> int | None:
+def _parse_whole_number(text: str | None) -> int | None:
     return int(text) if text and text.isascii() and text.isdigit() and len(text) < 8 else None

@@ -91,7 +91,7 @@ def parse_words(script: str, statement: Statement, variables: Mapping[str, list[
             words.append(Word(operator.group(), position, operator.end(), is_operator=True))
             position = operator.end()
         else:
-            end = _word_end(script, position, statement.end)
+            end = _find_word_end(script, position, statement.end)
             words += _expand(script[position:end], position, end, variables)
             position = end
     return words
@@ -153,10 +153,10 @@ def _scan(script: str, position: int) -> tuple[int, str]:
         return position + 1, ""
     if character in ";\n&":
         return position, character
-    return _piece_end(script, position), ""
+    return _find_piece_end(script, position), ""
 
 
-def _piece_end(script: str, position: int) -> int:
+def _find_piece_end(script: str, position: int) -> int:
     """Return the end of a quoted text, a substitution, an array or one character."""
     character = script[position]
     if character == "\\":
@@ -166,14 +166,14 @@ def _piece_end(script: str, position: int) -> int:
     if character == '"':
         position += 1
         while position < len(script) and script[position] != '"':
-            position = _piece_end(script, position) if script[position] in "\\$`" else position + 1
+            position = _find_piece_end(script, position) if script[position] in "\\$`" else position + 1
         return position + 1
     if character == "$" and script.startswith("{", position + 1):
         return _find_end(script, "}", position + 2)
     if character == "(" or (character == "$" and script.startswith("(", position + 1)):
         position = script.index("(", position) + 1
         while position < len(script) and script[position] != ")":
-            position = _piece_end(script, position)
+            position = _find_piece_end(script, position)
         return position + 1
     return position + 1
 
@@ -183,13 +183,13 @@ def _find_end(script: str, closing: str, start: int) -> int:
     return len(script) if end < 0 else end + 1
 
 
-def _word_end(script: str, position: int, limit: int) -> int:
+def _find_word_end(script: str, position: int, limit: int) -> int:
     while position < limit and not script[position].isspace() and script[position] not in ";|&<>()":
         if script.startswith("\\\n", position):
             break
-        position = _piece_end(script, position)
+        position = _find_piece_end(script, position)
         if position < limit and script[position] == "(" and script[position - 1] == "=":
-            position = _piece_end(script, position)
+            position = _find_piece_end(script, position)
     return min(position, limit)
 
 
@@ -203,7 +203,7 @@ def _expand(raw: str, start: int, end: int, variables: Mapping[str, list[str]]) 
         return
     text, is_literal, position = "", True, 0
     while position < len(raw):
-        piece_end = min(_piece_end(raw, position), len(raw))
+        piece_end = min(_find_piece_end(raw, position), len(raw))
         piece = raw[position:piece_end]
         if raw[position] == "'":
             text += piece[1:-1]
@@ -224,11 +224,11 @@ def _expand(raw: str, start: int, end: int, variables: Mapping[str, list[str]]) 
 def _substitute(text: str, variables: Mapping[str, list[str]]) -> tuple[str, bool]:
     """Replace the variables of known value; also return whether nothing else is left to expand."""
 
-    def value_of(match: re.Match[str]) -> str:
+    def find_value(match: re.Match[str]) -> str:
         values = _look_up(match, variables)
         return match.group() if values is None else " ".join(values)
 
-    replaced = _VARIABLE.sub(value_of, text)
+    replaced = _VARIABLE.sub(find_value, text)
     return replaced, not re.search(r"(?<!\\)[$`]", replaced)
 
 

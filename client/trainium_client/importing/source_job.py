@@ -40,7 +40,7 @@ class Program:
     """Variables that are assigned before the launcher."""
     notes: tuple[Note, ...] = ()
 
-    def with_processes(self, given: object) -> Program:
+    def set_processes(self, given: object) -> Program:
         """Return the program with the processes that a field of the job gives to a launcher without that option."""
         if not self.launched or self.processes is not None or self.one_for_each_device:
             return self

@@ -55,17 +55,17 @@ class _Launch:
 def _build_parser() -> argparse.ArgumentParser:
     parser = OptionParser("the command of torchrun")
     for name in ("nnodes", "nproc-per-node", "max-restarts", *_RENDEZVOUS, *_REPLACED):
-        parser.add_argument(*_SHORT.get(name, ()), *_spellings(name))
+        parser.add_argument(*_SHORT.get(name, ()), *_list_spellings(name))
     for name in _FLAGS:
-        parser.add_argument(*_spellings(name), action="store_true")
+        parser.add_argument(*_list_spellings(name), action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
-    parser.add_argument(*_spellings("no-python"), action="store_true")
+    parser.add_argument(*_list_spellings("no-python"), action="store_true")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser
 
 
-def _spellings(name: str) -> tuple[str, ...]:
+def _list_spellings(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
 
 
@@ -77,10 +77,10 @@ def read_command(command: Sequence[str], args: Sequence[str], environment: Mappi
     expanded = [_replace_references(word, environment) for word in words]
     launch = _find_launch(expanded)
     if launch is None:
-        return _without_launcher(expanded, len(command))
+        return _build_unlaunched_program(expanded, len(command))
     program = _describe(launch, environment)
-    kept = [*_interpreter(launch), *expanded[launch.script :]]
-    return _with_words(program, kept, len(kept) - len(launch.options.arguments))
+    kept = [*_build_interpreter(launch), *expanded[launch.script :]]
+    return _set_command(program, kept, len(kept) - len(launch.options.arguments))
 
 
 def read_script(
@@ -102,14 +102,14 @@ def read_script(
             continue
         program = _describe(launch, environment)
         kept, notes = _drop_tee(words[launch.script :])
-        prefix = _interpreter(launch)
+        prefix = _build_interpreter(launch)
         is_simple = all(word.is_literal and not word.is_operator for word in kept)
         only_assignments = all(
             read_assignments(script, other, variables) is not None for other in statements if other != statement
         )
         # Exported variables reach the program only through the shell.
         if is_simple and only_assignments and not re.search(r"\bexport\b", script) and not parameters:
-            return _with_words(program, [*prefix, *(word.text for word in kept)], len(prefix) + 1, notes)
+            return _set_command(program, [*prefix, *(word.text for word in kept)], len(prefix) + 1, notes)
         # The script still assigns what is before the launcher.
         program = replace(program, environment=())
         text = " ".join(["exec", *map(quote, prefix), script[kept[0].start : kept[-1].end]])
@@ -122,7 +122,7 @@ def read_script(
                 Note("set -e is added: else the code of the last command would hide a failure", "spec.program.command"),
             )
         return replace(program, command=tuple(shell), args=(rewritten, *parameters), notes=program.notes + notes)
-    program = _without_launcher([*shell, script, *parameters], len(shell))
+    program = _build_unlaunched_program([*shell, script, *parameters], len(shell))
     return replace(
         program,
         notes=(
@@ -139,9 +139,9 @@ def read_launcher(words: Sequence[Word], environment: Mapping[str, str]) -> Prog
         return None
     program = _describe(launch, environment)
     kept, notes = _drop_tee(words[launch.script :])
-    prefix = _interpreter(launch)
+    prefix = _build_interpreter(launch)
     if all(word.is_literal and not word.is_operator for word in kept):
-        return _with_words(program, [*prefix, *(word.text for word in kept)], len(prefix) + 1, notes)
+        return _set_command(program, [*prefix, *(word.text for word in kept)], len(prefix) + 1, notes)
     text = " ".join(
         ["exec", *map(quote, prefix), *(word.text if word.is_operator else quote(word.text) for word in kept)]
     )
@@ -187,7 +187,7 @@ def _find_launch(words: Sequence[Word] | Sequence[str]) -> _Launch | None:
     return _Launch(parsed, len(texts) - len(parsed.arguments) - 1, first, python, environment)
 
 
-def _interpreter(launch: _Launch) -> list[str]:
+def _build_interpreter(launch: _Launch) -> list[str]:
     """Return what torchrun would start before the script."""
     return [] if launch.options.no_python else [launch.python, *(["-m"] if launch.options.module else [])]
 
@@ -196,23 +196,25 @@ def _describe(launch: _Launch, environment: Mapping[str, str]) -> Program:
     """Return the sizes that the launcher was given, and notes on its options."""
     options, notes = launch.options, []
 
-    def value_of(name: str) -> str:
+    def find_value(name: str) -> str:
         given = getattr(options, name.replace("-", "_")) or environment.get(f"PET_{name.replace('-', '_').upper()}")
         return str(given or "")
 
-    given = [name for name in _RENDEZVOUS if value_of(name)] + [name for name in ("standalone",) if options.standalone]
+    given = [name for name in _RENDEZVOUS if find_value(name)] + [
+        name for name in ("standalone",) if options.standalone
+    ]
     if given:
         notes.append(Note(f"torchrun {_list_options(given)}: the agents agree on a rendezvous by themselves"))
-    replaced = [name for name in _REPLACED if value_of(name)]
+    replaced = [name for name in _REPLACED if find_value(name)]
     if replaced:
         notes.append(
             Note(f"torchrun {_list_options(replaced)}: the agents start and watch the ranks, logs are the pods'")
         )
     if options.virtual_local_rank:
         notes.append(Note("torchrun --virtual-local-rank: each rank has LOCAL_RANK by its place on the node"))
-    nodes = re.fullmatch(r"(\d+)(?::(\d+))?", "1" if options.standalone else value_of("nnodes"))
-    processes = value_of("nproc-per-node")
-    restarts = value_of("max-restarts")
+    nodes = re.fullmatch(r"(\d+)(?::(\d+))?", "1" if options.standalone else find_value("nnodes"))
+    processes = find_value("nproc-per-node")
+    restarts = find_value("max-restarts")
     return Program(
         min_nodes=int(nodes[1]) if nodes and nodes[2] else None,
         max_nodes=int(nodes[2] or nodes[1]) if nodes else None,
@@ -225,7 +227,7 @@ def _describe(launch: _Launch, environment: Mapping[str, str]) -> Program:
     )
 
 
-def _without_launcher(words: list[str], command_length: int) -> Program:
+def _build_unlaunched_program(words: list[str], command_length: int) -> Program:
     """Return the program of a container that starts one process, or a launcher that is not replaced."""
     joined = " ".join(words)
     launcher = next((name for name in _OTHER_LAUNCHERS if re.search(rf"(?:^|[\s/]){name}\b", joined)), "")
@@ -238,7 +240,7 @@ def _without_launcher(words: list[str], command_length: int) -> Program:
                 "spec.program.command",
             ),
         )
-    return _with_words(Program(), words, command_length, notes)
+    return _set_command(Program(), words, command_length, notes)
 
 
 def _replace_references(word: str, environment: Mapping[str, str]) -> str:
@@ -246,7 +248,7 @@ def _replace_references(word: str, environment: Mapping[str, str]) -> str:
     return re.sub(r"\$\((\w+)\)", lambda match: environment.get(match[1], match[0]), word)
 
 
-def _with_words(program: Program, words: list[str], command_length: int, notes: tuple[Note, ...] = ()) -> Program:
+def _set_command(program: Program, words: list[str], command_length: int, notes: tuple[Note, ...] = ()) -> Program:
     """Return the program with its command; a shell replaces $(NAME), because a kubelet does not."""
     command, args = tuple(words[:command_length]), tuple(words[command_length:])
     if any(re.search(r"\$\(\w+\)", word) for word in words):

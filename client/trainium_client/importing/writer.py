@@ -56,11 +56,11 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.01234
 
 def write_job(job: ImportedJob, source: str) -> str:
     """Return the manifest; `source` names the input in the first line."""
-    lines = _comment(f"Imported from {source}.", "")
+    lines = _format_comment(f"Imported from {source}.", "")
     if job.header:
         lines += ["#", "# Not imported, or decided by the operator:"]
         for text in job.header:
-            lines += _comment(text, "", bullet="- ")
+            lines += _format_comment(text, "", bullet="- ")
     return "\n".join([*lines, *_write_object(job.document, job.comments, "", "")]) + "\n"
 
 
@@ -69,7 +69,7 @@ def _write_object(value: dict[str, Any], comments: dict[str, list[str]], path: s
     for key, inner in value.items():
         place = f"{path}.{key}".lstrip(".")
         for text in comments.get(place, ()):
-            lines += _comment(text, indent)
+            lines += _format_comment(text, indent)
         if isinstance(inner, dict) and inner and any(known.startswith(f"{place}.") for known in comments):
             lines += [f"{indent}{key}:", *_write_object(inner, comments, place, f"{indent}  ")]
         else:
@@ -78,7 +78,7 @@ def _write_object(value: dict[str, Any], comments: dict[str, list[str]], path: s
         parent, _, name = known.rpartition(".")
         if parent == path and name not in value:
             for text in texts:
-                lines += _comment(text, indent)
+                lines += _format_comment(text, indent)
     return lines
 
 
@@ -95,7 +95,7 @@ def _dump(value: dict[str, Any], indent: str) -> list[str]:
     return [f"{indent}{line}" if line else "" for line in text.rstrip("\n").split("\n")]
 
 
-def _comment(text: str, indent: str, bullet: str = "") -> list[str]:
+def _format_comment(text: str, indent: str, bullet: str = "") -> list[str]:
     plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return textwrap.wrap(
         plain,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from trainium_client.render.page import bullet_list, heading, label_grid, vertical_group
+from trainium_client.render.page import label_grid, render_bullets, render_heading, stack_items
 from trainium_contract.pages.formatting import format_duration, format_utc, pluralize, shorten
 from trainium_contract.program_output import drop_noise, restore_lines
 from trainium_contract.views.interruptions import describe_loss
@@ -22,13 +22,13 @@ _MAX_EVIDENCE_LENGTH = 240
 """Limit of the evidence if log lines follow; JSON has all of it."""
 
 
-def interruption_page(report: InterruptionReport) -> RenderableType:
+def render_interruption(report: InterruptionReport) -> RenderableType:
     """Render an interruption, from its first sign to the first new step."""
     entry = report.entry
     if entry is None:
         sentence = restore_lines(report.verdict) or "nothing has interrupted this job"
         state = f"{report.namespace}/{report.name} is {report.phase or 'without a status'}: {sentence}"
-        return vertical_group(Text(state), bullet_list(map(restore_lines, report.advice)))
+        return stack_items(Text(state), render_bullets(map(restore_lines, report.advice)))
     seconds = {name: value for name, value in entry.stages.items() if value}
     stages = ", ".join(f"{describe_loss(name)} {format_duration(value)}" for name, value in seconds.items())
     steps = _format_steps(entry.step_before, entry.resume_step, entry.steps_lost)
@@ -42,7 +42,7 @@ def interruption_page(report: InterruptionReport) -> RenderableType:
     if end.startswith("after") and entry.step_before is None and entry.resume_step is None:
         end += ", when its processes ran again: no step is known"
     joined = [f"{pluralize(entry.pods_replaced, 'pod')} joined"] if entry.pods_replaced else []
-    return vertical_group(
+    return stack_items(
         Text(_format_title(report), "bold"),
         label_grid([
             ("When", f"{format_utc(entry.at)} UTC" + (f", detected {format_duration(entry.detected_seconds)} later"
@@ -56,7 +56,7 @@ def interruption_page(report: InterruptionReport) -> RenderableType:
             ("Steps", steps),
         ]),
         *_log_section(report),
-        *_advice_section(report),
+        *_render_advice(report),
     )  # fmt: skip
 
 
@@ -91,11 +91,11 @@ def _format_steps(before: int | None, resumed: int | None, lost: int | None) -> 
     return ", ".join(parts)
 
 
-def _advice_section(report: InterruptionReport) -> list[RenderableType]:
-    return [heading("What to do"), bullet_list(map(restore_lines, report.advice))] if report.advice else []
+def _render_advice(report: InterruptionReport) -> list[RenderableType]:
+    return [render_heading("What to do"), render_bullets(map(restore_lines, report.advice))] if report.advice else []
 
 
 def _log_section(report: InterruptionReport) -> list[RenderableType]:
     if not report.log_lines:
-        return [heading("Log"), Text(report.log_note, "dim")] if report.log_note else []
-    return [heading(f"Log of {report.log_pod} at that time"), bullet_list(report.log_lines, mark="  ")]
+        return [render_heading("Log"), Text(report.log_note, "dim")] if report.log_note else []
+    return [render_heading(f"Log of {report.log_pod} at that time"), render_bullets(report.log_lines, mark="  ")]

@@ -22,7 +22,7 @@ def to_wire(value: Any) -> Any:
     return value
 
 
-def as_json(value: Any) -> str:
+def format_json(value: Any) -> str:
     """Return indented JSON with one line break at the end."""
     return json.dumps(to_wire(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 

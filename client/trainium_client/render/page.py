@@ -48,7 +48,7 @@ def render_text(page: RenderableType, *, width: int, colour: bool) -> str:
     return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
 
 
-def styled_word(text: str, style: str = "") -> Text:
+def style_word(text: str, style: str = "") -> Text:
     """Style a word with its usual colour."""
     return Text(text, style or STYLES.get(text, ""))
 
@@ -64,7 +64,7 @@ def label_grid(rows: Iterable[tuple[str, str | Text]]) -> Table:
     return grid
 
 
-def bullet_list(lines: Iterable[str], mark: str = "- ", style: str = "") -> Table:
+def render_bullets(lines: Iterable[str], mark: str = "- ", style: str = "") -> Table:
     """Return lines with a mark in front; a wrapped line is indented behind its mark."""
     grid = Table.grid()
     grid.add_column(no_wrap=True)
@@ -74,9 +74,9 @@ def bullet_list(lines: Iterable[str], mark: str = "- ", style: str = "") -> Tabl
     return grid
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> Table:
+def render_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> Table:
     """Render a table in kubectl's style that is no wider than the page."""
-    shown = _fitting_columns(columns, rows, width)
+    shown = _select_fitting_columns(columns, rows, width)
     result = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
     for index in shown:
         column = columns[index]
@@ -90,7 +90,7 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width
     return result
 
 
-def _fitting_columns(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> list[int]:
+def _select_fitting_columns(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> list[int]:
     """Return the indices of the columns that fit; a column that wraps counts at most 24 characters."""
     widths = []
     for index, column in enumerate(columns):
@@ -102,11 +102,11 @@ def _fitting_columns(columns: Sequence[Column], rows: Sequence[Sequence[str | Te
     return shown
 
 
-def heading(text: str) -> Text:
+def render_heading(text: str) -> Text:
     """Render a heading with a line before it."""
     return Text(f"\n{text}", style="bold")
 
 
-def vertical_group(*items: RenderableType | None) -> Group:
+def stack_items(*items: RenderableType | None) -> Group:
     """Return the items one below the other, without those that are None."""
     return Group(*(item for item in items if item is not None))

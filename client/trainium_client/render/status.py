@@ -6,8 +6,16 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from trainium_client.render.page import Column, bullet_list, heading, label_grid, styled_word, table, vertical_group
-from trainium_contract.pages.facts import job_facts, step_text
+from trainium_client.render.page import (
+    Column,
+    label_grid,
+    render_bullets,
+    render_heading,
+    render_table,
+    stack_items,
+    style_word,
+)
+from trainium_contract.pages.facts import list_job_facts, step_text
 from trainium_contract.pages.formatting import (
     format_age,
     format_bytes,
@@ -37,17 +45,17 @@ _MAX_EVENT_LENGTH = 300
 """Limit of an event, so that it fits a screen; the advice of the operator's events is within it."""
 
 
-def status_page(view: JobView, *, now: float, width: int) -> RenderableType:
+def render_status(view: JobView, *, now: float, width: int) -> RenderableType:
     """Render the screen."""
     # Alerts have separate rows; repeated ones would displace the other events.
     alerts = {alert.kind for alert in view.alerts}
     events = tuple(event for event in view.events if event.reason not in alerts and not _repeats_verdict(event, view))
     advice = (restore_lines(sentence) for sentence in view.advice if sentence != view.verdict)
-    return vertical_group(
-        label_grid(_fact_rows(view, now, width)),
-        *_event_table(events[:_EVENT_COUNT], now, width),
-        *_section("What to do", tuple(advice)),
-        *_section("Not shown", view.not_shown, style="dim"),
+    return stack_items(
+        label_grid(_list_fact_rows(view, now, width)),
+        *_render_events(events[:_EVENT_COUNT], now, width),
+        *_render_section("What to do", tuple(advice)),
+        *_render_section("Not shown", view.not_shown, style="dim"),
     )
 
 
@@ -55,11 +63,11 @@ def _repeats_verdict(event: EventView, view: JobView) -> bool:
     return bool(view.verdict) and event.message[:_COMPARED] == view.verdict[:_COMPARED]
 
 
-def _section(title: str, lines: tuple[str, ...], style: str = "") -> list[RenderableType]:
-    return [heading(title), bullet_list(lines, style=style)] if lines else []
+def _render_section(title: str, lines: tuple[str, ...], style: str = "") -> list[RenderableType]:
+    return [render_heading(title), render_bullets(lines, style=style)] if lines else []
 
 
-def status_line(view: JobView) -> str:
+def format_status_line(view: JobView) -> str:
     """Return one line, for a log of changes."""
     parts = [view.phase or "no status"]
     parts += [view.stage] if view.stage not in {"", "Train"} else []
@@ -69,8 +77,8 @@ def status_line(view: JobView) -> str:
     return ", ".join([*parts, pluralize(view.restarts, "interruption")])
 
 
-def _fact_rows(view: JobView, now: float, width: int) -> list[tuple[str, str | Text]]:
-    phase, *facts = [fact for fact in job_facts(view, with_bar=width >= _BAR_MIN_WIDTH) if fact.label != "Alert"]
+def _list_fact_rows(view: JobView, now: float, width: int) -> list[tuple[str, str | Text]]:
+    phase, *facts = [fact for fact in list_job_facts(view, with_bar=width >= _BAR_MIN_WIDTH) if fact.label != "Alert"]
     return [
         ("Job", f"{view.namespace}/{view.name}, {view.model}, {format_duration(view.age_seconds)} old"),
         (phase.label, _format_fact(phase)),
@@ -80,7 +88,7 @@ def _fact_rows(view: JobView, now: float, width: int) -> list[tuple[str, str | T
             "Stopped" if view.last and view.last.stopped else "Last",
             _format_interruption(view.last, now) if view.last else "",
         ),
-        *(("Alert", _format_fact(alert)) for alert in job_facts(view) if alert.label == "Alert"),
+        *(("Alert", _format_fact(alert)) for alert in list_job_facts(view) if alert.label == "Alert"),
         *(("Artifact", f"{a.kind} of step {a.step}: {a.path} ({format_bytes(a.bytes)})") for a in view.artifacts),
         *(
             ("Evaluation", f"{f.name} {format_number(f.before)} -> {format_measurement(f.after, f.standard_error)}")
@@ -100,7 +108,7 @@ def _format_milestone(milestone: MilestoneView) -> str:
 
 def _format_fact(fact: Fact) -> Text:
     first, comma, rest = fact.value.partition(",") if fact.label == "Phase" else ("", "", fact.value)
-    text = styled_word(first).append(comma + rest, "default") if fact.label == "Phase" else Text(rest)
+    text = style_word(first).append(comma + rest, "default") if fact.label == "Phase" else Text(rest)
     if fact.warning:
         text.append(("  " if fact.value else "") + fact.warning, "yellow")
     return text
@@ -116,7 +124,7 @@ def _format_interruption(entry: InterruptionView, now: float) -> str:
     return f"{entry.cause}{worker}{when}: {entry.answer} ({outcome})"
 
 
-def _event_table(events: tuple[EventView, ...], now: float, width: int) -> list[RenderableType]:
+def _render_events(events: tuple[EventView, ...], now: float, width: int) -> list[RenderableType]:
     if not events:
         return []
     columns = (Column("AGE", 6, right=True), Column("REASON", 8), Column("MESSAGE", 9, fold=True))
@@ -128,7 +136,7 @@ def _event_table(events: tuple[EventView, ...], now: float, width: int) -> list[
         )
         for event in events
     ]
-    return [heading("What happened last"), table(columns, rows, width)]
+    return [render_heading("What happened last"), render_table(columns, rows, width)]
 
 
 def _format_message(event: EventView) -> str:

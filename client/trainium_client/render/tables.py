@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from trainium_client.render.page import Column, heading, label_grid, styled_word, table, vertical_group
+from trainium_client.render.page import Column, label_grid, render_heading, render_table, stack_items, style_word
 from trainium_contract.pages.facts import format_bar
 from trainium_contract.pages.formatting import (
     format_age,
@@ -39,7 +39,7 @@ _MAX_EVIDENCE_LENGTH = 160
 """Limit of the evidence; `why --entry` shows all of it."""
 
 
-def jobs_page(rows: Sequence[JobRow], width: int, *, where: str, with_namespace: bool) -> RenderableType:
+def render_jobs(rows: Sequence[JobRow], width: int, *, where: str, with_namespace: bool) -> RenderableType:
     """Render the list of jobs."""
     if not rows:
         return Text(f"{where} has no TrainingJobs" + ("" if with_namespace else "; -A lists those of all namespaces"))
@@ -49,16 +49,16 @@ def jobs_page(rows: Sequence[JobRow], width: int, *, where: str, with_namespace:
         Column("INTERRUPTED", 4, right=True),
     )  # fmt: skip
     cells = [
-        (row.namespace, row.name, styled_word(row.phase or "-"),
+        (row.namespace, row.name, style_word(row.phase or "-"),
          row.progress, format_number(row.loss),
          f"{row.training} of {row.desired}", format_percent(row.goodput), str(row.restarts))
         for row in rows
     ]  # fmt: skip
     first = 0 if with_namespace else 1
-    return table(columns[first:], [row[first:] for row in cells], width)
+    return render_table(columns[first:], [row[first:] for row in cells], width)
 
 
-def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableType:
+def render_history(entries: Sequence[InterruptionView], width: int) -> RenderableType:
     """Render the interruptions, oldest first, with the number that `why --entry` takes."""
     if not entries:
         return Text("nothing has interrupted this job")
@@ -74,10 +74,10 @@ def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableT
          shorten(drop_noise(entry.message), _MAX_EVIDENCE_LENGTH))
         for number, entry in enumerate(entries, 1)
     ]  # fmt: skip
-    return table(columns, rows, width)
+    return render_table(columns, rows, width)
 
 
-def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
+def render_goodput(goodput: GoodputView, width: int) -> RenderableType:
     """Render the time spent by cause, stage and size."""
     if goodput.ratio is None:
         if goodput.wall_seconds:
@@ -102,14 +102,17 @@ def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
             ("Cost", _format_cost(goodput.cost)),
             ("After steps", after_training),
         ]),
-        heading("Where the time went"),
-        _cause_table(goodput, width),
+        render_heading("Where the time went"),
+        _render_causes(goodput, width),
     ]  # fmt: skip
     if stages:
-        ledger += [heading("What was lost, by stage"), table((Column("STAGE", 9), *columns), stages, width)]
+        ledger += [
+            render_heading("What was lost, by stage"),
+            render_table((Column("STAGE", 9), *columns), stages, width),
+        ]
     if sizes:
-        ledger += [heading("Steps by size"), table(by_size, sizes, width)]
-    return vertical_group(*ledger)
+        ledger += [render_heading("Steps by size"), render_table(by_size, sizes, width)]
+    return stack_items(*ledger)
 
 
 def _format_cost(cost: CostView | None) -> str:
@@ -119,7 +122,7 @@ def _format_cost(cost: CostView | None) -> str:
     return f"{cost.so_far:,.2f} so far{remaining}"
 
 
-def _cause_table(goodput: GoodputView, width: int) -> RenderableType:
+def _render_causes(goodput: GoodputView, width: int) -> RenderableType:
     """Render the seconds by cause, with their cost if known."""
     wall, cost = goodput.wall_seconds or 1.0, goodput.cost
     seconds = {"productive": goodput.productive_seconds, **goodput.lost_seconds}
@@ -129,16 +132,16 @@ def _cause_table(goodput: GoodputView, width: int) -> RenderableType:
         for name, value in seconds.items()
     ]
     if cost is None:
-        return table(columns, rows, width)
+        return render_table(columns, rows, width)
     amounts = (cost.productive, *(cost.lost[name] for name in goodput.lost_seconds), cost.idle)
     priced = [
         (*row[:3], f"{amount:,.2f}", row[3])
         for row, amount in zip([*rows, ("idle nodes", "", "", "")], amounts, strict=True)
     ]
-    return table((*columns[:3], Column("COST", 8, right=True), columns[3]), priced, width)
+    return render_table((*columns[:3], Column("COST", 8, right=True), columns[3]), priced, width)
 
 
-def scaling_page(rows: Sequence[ScalingRow], width: int) -> RenderableType:
+def render_scaling(rows: Sequence[ScalingRow], width: int) -> RenderableType:
     """Render the speed by number of nodes, the smallest first."""
     if not rows:
         return Text("no step time was measured yet: the job has to train for some steps")
@@ -153,13 +156,13 @@ def scaling_page(rows: Sequence[ScalingRow], width: int) -> RenderableType:
         for row in rows
     ]  # fmt: skip
     if any(row.samples_per_second is None for row in rows):
-        return vertical_group(
-            table(columns, cells, width), Text("Give program.batch, so that the samples of a step are known.")
+        return stack_items(
+            render_table(columns, cells, width), Text("Give program.batch, so that the samples of a step are known.")
         )
-    return table(columns, cells, width)
+    return render_table(columns, cells, width)
 
 
-def sizes_page(rows: Sequence[SizeRow], width: int) -> RenderableType:
+def render_sizes(rows: Sequence[SizeRow], width: int) -> RenderableType:
     """Render the comparison of numbers of nodes, the largest first."""
     if not rows:
         return Text("no number of nodes between workers.minReplicas and maxReplicas is whole model-parallel groups")
@@ -176,9 +179,9 @@ def sizes_page(rows: Sequence[SizeRow], width: int) -> RenderableType:
          " ".join(["now"] * row.current + ["idle nodes"] * row.uses_idle_nodes))
         for row in rows
     ]  # fmt: skip
-    size_table = table(columns, cells, width)
+    size_table = render_table(columns, cells, width)
     idle = next((row for row in rows if row.idle_ranks), None)
-    return size_table if idle is None else vertical_group(size_table, Text(_explain_idle_ranks(idle)))
+    return size_table if idle is None else stack_items(size_table, Text(_explain_idle_ranks(idle)))
 
 
 def _explain_idle_ranks(row: SizeRow) -> str:
@@ -191,7 +194,7 @@ def _explain_idle_ranks(row: SizeRow) -> str:
     )
 
 
-def ranks_page(rows: Sequence[RankRow], width: int, *, limit: int | None) -> RenderableType:
+def render_ranks(rows: Sequence[RankRow], width: int, *, limit: int | None) -> RenderableType:
     """Render the ranks, the slowest first."""
     columns: list[Column] = [
         Column("RANK", 9, right=True), Column("POD", 8), Column("NODE", 6), Column("STEP", 8, right=True),
@@ -209,10 +212,10 @@ def ranks_page(rows: Sequence[RankRow], width: int, *, limit: int | None) -> Ren
     if not any(row.note for row in shown):
         columns.pop()
     omitted = len(rows) - len(shown)
-    return vertical_group(table(columns, cells, width), Text(f"… and {omitted} more (--all)") if omitted else None)
+    return stack_items(render_table(columns, cells, width), Text(f"… and {omitted} more (--all)") if omitted else None)
 
 
-def checkpoints_page(
+def render_checkpoints(
     view: JobView, rows: Sequence[CheckpointRow] | None, note: str, *, now: float, width: int
 ) -> RenderableType:
     """Render the checkpoints that a resume could use, and those on storage if a worker can list them."""
@@ -224,39 +227,39 @@ def checkpoints_page(
         ("Notice", Text(checkpoints.notice, "yellow")),
     ])  # fmt: skip
     if rows is None:
-        return vertical_group(summary, Text(note, "dim") if note else None)
+        return stack_items(summary, Text(note, "dim") if note else None)
     columns = (Column("NAME", 9), Column("STATE", 8), Column("AGE", 5, right=True), Column("SIZE", 6, right=True),
                Column("RANKS", 3, right=True), Column("PROBLEM", 4, fold=True))  # fmt: skip
     cells = [
-        (row.name, styled_word(row.state, "red" if row.problem else "green"),
+        (row.name, style_word(row.state, "red" if row.problem else "green"),
          "-" if row.created is None else format_duration(max(0.0, now - row.created)),
          format_bytes(row.bytes), row.world,
          row.problem)
         for row in rows
     ]  # fmt: skip
-    return vertical_group(
-        summary, heading("On storage"), table(columns, cells, width), Text(note, "dim") if note else None
+    return stack_items(
+        summary, render_heading("On storage"), render_table(columns, cells, width), Text(note, "dim") if note else None
     )
 
 
-def _node_name(machine: MachineView) -> str:
+def _format_node_name(machine: MachineView) -> str:
     if machine.renamed:
         return f"{machine.renamed} (was {machine.node})"
     return machine.node + (" (deleted)" if machine.present is False else "") or machine.key
 
 
-def machines_page(machines: Sequence[MachineView], width: int, *, now: float) -> RenderableType:
+def render_machines(machines: Sequence[MachineView], width: int, *, now: float) -> RenderableType:
     """Render the recorded machines with the reasons."""
     if not machines:
         return Text("no machine is recorded: no fault was attributed to one")
     columns = (Column("NODE", 9), Column("STATE", 8), Column("FOR", 7, right=True), Column("STRIKES", 6, right=True),
                Column("MACHINE", 2), Column("EVIDENCE", 5, fold=True))  # fmt: skip
     rows = [
-        (_node_name(machine), styled_word(machine.state),
+        (_format_node_name(machine), style_word(machine.state),
          format_duration(max(0.0, machine.until - now)) if machine.until is not None else "-",
          str(len(machine.strikes)), machine.machine,
          "; ".join(f"{strike.cause} {format_utc(strike.at)[5:16]} by {strike.by}"
                    for strike in reversed(machine.strikes[-3:])))
         for machine in machines
     ]  # fmt: skip
-    return table(columns, rows, width)
+    return render_table(columns, rows, width)

@@ -10,8 +10,8 @@ from trainium_client.views.log_lines import PodLogLine, parse_log_line
 from trainium_contract.program_output import is_native_frame, restore_lines, strip_margin
 from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.views.interruptions import InterruptionView, read_interruptions
-from trainium_contract.views.raw import mapping, strip_control_characters, text
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.raw import read_mapping, read_text, strip_control_characters
+from trainium_contract.views.status_reader import read_public_status
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -55,7 +55,7 @@ def explain_interruption(
     advice: tuple[str, ...] = (),
 ) -> InterruptionReport:
     """Build the report of one entry of the history (from 1; by default the last) with the log of its pod."""
-    status, metadata = public_status(job), mapping(job, "metadata")
+    status, metadata = read_public_status(job), read_mapping(job, "metadata")
     entries = read_interruptions(status)
     number = len(entries) if number is None else number
     entry = entries[number - 1] if 0 < number <= len(entries) else None
@@ -63,10 +63,10 @@ def explain_interruption(
     if entry is not None and not lines and not log_note:
         log_note = "no single worker failed" if not entry.pod else f"the log of {entry.pod} has no lines of that time"
     return InterruptionReport(
-        name=text(metadata, "name"),
-        namespace=text(metadata, "namespace"),
-        phase=status.text("phase"),
-        verdict=status.text("verdict"),
+        name=read_text(metadata, "name"),
+        namespace=read_text(metadata, "namespace"),
+        phase=status.read_text("phase"),
+        verdict=status.read_text("verdict"),
         entry=entry,
         number=number if entry is not None else 0,
         entry_count=len(entries),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainium_contract.rfc3339 import parse_rfc3339
-from trainium_contract.views.raw import mapping, strip_control_characters
+from trainium_contract.views.raw import read_mapping, strip_control_characters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,13 +45,13 @@ class MachineView:
     """Current node name of the machine, if it returned under another one."""
 
 
-def machine_views(config_map: Mapping[str, Any], nodes: Mapping[str, str] | None) -> tuple[MachineView, ...]:
+def parse_machines(config_map: Mapping[str, Any], nodes: Mapping[str, str] | None) -> tuple[MachineView, ...]:
     """Return the machines, those that workers avoid first; unreadable entries are shown by their key.
 
     `nodes` has the machine (`spec.providerID`) of each node by its name, empty if unknown.
     """
-    data = mapping(config_map, "data")
-    machines = [_machine(str(key), value, nodes) for key, value in data.items() if key not in _OTHER_ENTRIES]
+    data = read_mapping(config_map, "data")
+    machines = [_read_machine(str(key), value, nodes) for key, value in data.items() if key not in _OTHER_ENTRIES]
     order = ("Permanent", "Quarantined", "Probation", "Watched")
     positions = {state: position for position, state in enumerate(order)}
     return tuple(sorted(machines, key=lambda item: (positions.get(item.state, len(order)), item.node, item.key)))
@@ -63,7 +63,7 @@ def find_machine(machines: Sequence[MachineView], name: str) -> MachineView | No
     return next(exact, None) or next((machine for machine in machines if name == machine.node), None)
 
 
-def _machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineView:
+def _read_machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineView:
     try:
         entry = yaml.safe_load(value) if isinstance(value, str) else None
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -84,7 +84,7 @@ def _machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineVi
         state=strip_control_characters(str(entry.get("state") or "Watched")),
         until=parse_rfc3339(entry.get("until")),
         quarantines=entry["quarantines"] if isinstance(entry.get("quarantines"), int) else 0,
-        strikes=tuple(_strike(strip_control_characters(str(line))) for line in strikes)
+        strikes=tuple(_read_strike(strip_control_characters(str(line))) for line in strikes)
         if isinstance(strikes, list)
         else (),
         present=None if nodes is None or not node else bool(present_node),
@@ -92,7 +92,7 @@ def _machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineVi
     )
 
 
-def _strike(line: str) -> StrikeView:
+def _read_strike(line: str) -> StrikeView:
     time, _, rest = line.partition(" ")
     cause, _, by = rest.partition(" ")
     return StrikeView(parse_rfc3339(time), cause, by)

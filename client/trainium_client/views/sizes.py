@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.spec.elasticity import IdleNodes
-from trainium_contract.views.raw import mapping
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.raw import read_mapping
+from trainium_contract.views.status_reader import read_public_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,13 +65,15 @@ class ScalingRow:
     current: bool
 
 
-def scaling_rows(job: Mapping[str, Any]) -> tuple[ScalingRow, ...]:
+def list_scaling_rows(job: Mapping[str, Any]) -> tuple[ScalingRow, ...]:
     """Return the sizes at which a job has trained, the smallest first. Raises ClientError as `size_rows` does."""
-    status, shape = public_status(job), _parse_spec(job).batch_shape()
-    current_size = status.part("membership").integer("size")
+    status, shape = read_public_status(job), _parse_spec(job).batch_shape()
+    current_size = status.read_part("membership").read_integer("size")
     rows: list[ScalingRow] = []
-    for account in sorted(status.part("goodput").parts("sizes"), key=lambda account: account.integer("size")):
-        nodes, seconds = account.integer("size"), account.number("stepSeconds")
+    for account in sorted(
+        status.read_part("goodput").read_parts("sizes"), key=lambda account: account.read_integer("size")
+    ):
+        nodes, seconds = account.read_integer("size"), account.number("stepSeconds")
         if not seconds or nodes < 1:
             continue
         speed = shape.batch(nodes) / seconds if shape.global_batch_size else None
@@ -81,7 +83,7 @@ def scaling_rows(job: Mapping[str, Any]) -> tuple[ScalingRow, ...]:
         rows.append(
             ScalingRow(
                 nodes=nodes,
-                steps=account.integer("steps"),
+                steps=account.read_integer("steps"),
                 step_seconds=seconds,
                 samples_per_second=speed,
                 speedup=speedup,
@@ -94,7 +96,7 @@ def scaling_rows(job: Mapping[str, Any]) -> tuple[ScalingRow, ...]:
 
 def _parse_spec(job: Mapping[str, Any]) -> TrainingJobSpec:
     try:
-        return TrainingJobSpec.model_validate(mapping(job, "spec"))
+        return TrainingJobSpec.model_validate(read_mapping(job, "spec"))
     except ValidationError as error:
         field = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise ClientError(
@@ -107,17 +109,18 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
 
     Raises ClientError when the job's specification is not one that this version knows.
     """
-    status, spec = public_status(job), _parse_spec(job)
+    status, spec = read_public_status(job), _parse_spec(job)
     workers, shape = spec.workers, spec.batch_shape()
     max_nodes = max(workers.replicas, workers.max_replicas or 0)
     full = shape.best(workers.replicas, workers.min_replicas or 1)
     min_nodes = spec.min_size(full) if full and workers.min_replicas else workers.min_replicas or 1
     useful = shape.useful_sizes(min_nodes, max_nodes)
-    current_size = status.part("membership").integer("size")
+    current_size = status.read_part("membership").read_integer("size")
     measured = {
-        account.integer("size"): account.number("stepSeconds") for account in status.part("goodput").parts("sizes")
+        account.read_integer("size"): account.number("stepSeconds")
+        for account in status.read_part("goodput").read_parts("sizes")
     }
-    compiled = {*status.part("compiled").integers("sizes"), *spec.sizes_to_compile()}
+    compiled = {*status.read_part("compiled").read_integers("sizes"), *spec.sizes_to_compile()}
     rows = [
         SizeRow(
             min_nodes=size,

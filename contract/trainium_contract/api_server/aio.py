@@ -67,7 +67,7 @@ class HttpClient:
         context: ssl.SSLContext = self._client.rest_client.ssl_context
         return context
 
-    async def headers(self, **headers: str) -> CIMultiDict[str]:
+    async def build_headers(self, **headers: str) -> CIMultiDict[str]:
         """Return these headers and the credentials, which are read again if they have expired."""
         _, _, fields, _, _ = await self._client.param_serialize("GET", "", header_params=headers, auth_settings=BEARER)
         return CIMultiDict([*fields.items(), *self.access.impersonation])
@@ -112,7 +112,7 @@ class HttpClient:
         body: Any = None,
     ) -> aiohttp.ClientResponse:
         # As kubectl: the keys of tokens have another type, application/jwk-set+json.
-        headers = await self.headers(**{"Accept": "application/json, */*", "Content-Type": content_type})
+        headers = await self.build_headers(**{"Accept": "application/json, */*", "Content-Type": content_type})
         body = encode_body(body, content_type)
         if isinstance(body, bytes):
             # The library encodes a body of exactly this type again; the API server ignores the parameter.

@@ -59,7 +59,7 @@ class LineStream:
         self.closed = False
         self._response = response
 
-    def lines(self) -> Iterator[bytes]:
+    def read_lines(self) -> Iterator[bytes]:
         """Yield lines without their ends, until the server or `close` ends the response."""
         partial = b""
         try:
@@ -170,7 +170,8 @@ class Connection:
         except (ApiException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             access = self.access
             raise ConnectionFailedError(
-                f"no answer from the API server {access.server} (context {access.context or 'none'}): {_reason(error)}"
+                f"no answer from the API server {access.server} (context {access.context or 'none'}): "
+                f"{_describe_failure(error)}"
             ) from error
 
 
@@ -202,7 +203,7 @@ def _escape(match: re.Match[str]) -> str:
     return "\\ufffd" if 0xD800 <= code <= 0xDFFF else f"\\u{code:04x}"
 
 
-def _reason(error: BaseException) -> str:
+def _describe_failure(error: BaseException) -> str:
     """Return why there is no response, without urllib3's names of objects."""
     if isinstance(error, ApiException):
         return " ".join(str(error.reason).split())

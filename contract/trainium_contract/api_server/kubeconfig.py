@@ -77,7 +77,7 @@ class Renewal:
         try:
             self._renew(configuration)
         except (NoClusterError, ConfigException, OSError) as error:
-            logger.warning("the credentials cannot be read again: %s", _one_line(error))
+            logger.warning("the credentials cannot be read again: %s", _join_lines(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class _Loader(KubeConfigLoader):  # type: ignore[misc] # the library's types are
             status = ExecProvider(plugin, None, self._cluster).run()
         except (ConfigException, OSError, TypeError) as error:
             hint = f" ({plugin['installHint']})" if "installHint" in plugin else ""
-            raise NoClusterError(f"the login program {command} failed: {_one_line(error)}{hint}") from error
+            raise NoClusterError(f"the login program {command} failed: {_join_lines(error)}{hint}") from error
         if status.get("token"):
             self.token = f"Bearer {status['token']}"
         if status.get("clientCertificateData") and status.get("clientKeyData"):
@@ -143,9 +143,9 @@ def find_access(kubeconfig: str | None, context: str | None, environment: Mappin
     paths = [Path(part) for part in configured.split(os.pathsep) if part] if configured else [home]
     existing = [path for path in paths if path.is_file()]
     if existing:
-        return _access_from_files(existing, context, environment)
+        return _read_access_from_files(existing, context, environment)
     if not configured and environment.get(incluster_config.SERVICE_HOST_ENV_NAME):
-        return pod_access(environment)
+        return read_pod_access(environment)
     searched = ", ".join(str(path) for path in paths)
     raise NoClusterError(
         f"no cluster: there is no kubeconfig at {searched}; "
@@ -153,7 +153,7 @@ def find_access(kubeconfig: str | None, context: str | None, environment: Mappin
     )
 
 
-def pod_access(environment: Mapping[str, str]) -> Access:
+def read_pod_access(environment: Mapping[str, str]) -> Access:
     """Return the access of the pod's ServiceAccount, whose token the kubelet renews. Raises NoClusterError."""
     configuration = Configuration(proxy="", no_proxy="")
     try:
@@ -162,7 +162,7 @@ def pod_access(environment: Mapping[str, str]) -> Access:
         ).load_and_set(configuration)
         namespace = _NAMESPACE_FILE.read_text(encoding="utf-8").strip()
     except (ConfigException, OSError) as error:
-        raise NoClusterError(f"no cluster: the pod's ServiceAccount cannot be read ({_one_line(error)})") from error
+        raise NoClusterError(f"no cluster: the pod's ServiceAccount cannot be read ({_join_lines(error)})") from error
     return Access(
         configuration,
         namespace,
@@ -172,7 +172,7 @@ def pod_access(environment: Mapping[str, str]) -> Access:
     )
 
 
-def _access_from_files(paths: list[Path], context: str | None, environment: Mapping[str, str]) -> Access:
+def _read_access_from_files(paths: list[Path], context: str | None, environment: Mapping[str, str]) -> Access:
     files = ", ".join(str(path) for path in paths)
     merged = _merge_files(paths)
     context = context or merged["current-context"]
@@ -190,13 +190,13 @@ def _access_from_files(paths: list[Path], context: str | None, environment: Mapp
         loader = _Loader(ConfigNode("kubeconfig", merged), context, config_base_path=None)
         loader.load_and_set(configuration)
     except (ConfigException, OSError, ValueError, TypeError) as error:
-        raise NoClusterError(f"no cluster: the context {context} of {files}: {_one_line(error)}") from error
+        raise NoClusterError(f"no cluster: the context {context} of {files}: {_join_lines(error)}") from error
     return Access(
         configuration,
         namespace=entry.get("namespace", "default"),
         context=context,
         proxy=Proxy.parse(cluster.get("proxy-url") or find_proxy(configuration.host, environment)),
-        impersonation=_impersonation_headers(user),
+        impersonation=_build_impersonation_headers(user),
         renewal=Renewal.limit(configuration),
     )
 
@@ -220,7 +220,7 @@ def _load_document(path: Path) -> dict[str, Any]:
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_TextLoader)  # noqa: S506 - a safe loader
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise NoClusterError(f"no cluster: the kubeconfig {path} cannot be read: {_one_line(error)}") from error
+        raise NoClusterError(f"no cluster: the kubeconfig {path} cannot be read: {_join_lines(error)}") from error
     if not isinstance(document, dict | None):
         raise NoClusterError(f"no cluster: {path} is no kubeconfig")
     return document or {}
@@ -251,7 +251,7 @@ def _find_entry(merged: Mapping[str, Any], section: str, name: str, files: str) 
     raise NoClusterError(f"no cluster: {files} has no {_SECTIONS[section]} named {name!r}")
 
 
-def _impersonation_headers(user: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _build_impersonation_headers(user: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Return the headers of `as`, which the library ignores."""
     headers = [("Impersonate-User", user.get("as")), ("Impersonate-Uid", user.get("as-uid"))]
     headers += [("Impersonate-Group", group) for group in user.get("as-groups") or ()]
@@ -260,5 +260,5 @@ def _impersonation_headers(user: Mapping[str, Any]) -> tuple[tuple[str, str], ..
     return tuple((name, str(value)) for name, value in headers if value)
 
 
-def _one_line(error: BaseException) -> str:
+def _join_lines(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainium_contract.accelerators import Instance
 
 
-def _value_of_instance_type(figure: Callable[[Instance], int]) -> str:
+def _select_by_instance_type(figure: Callable[[Instance], int]) -> str:
     """Return an expression for a figure of the job's instance type."""
     known = ", ".join(f"'{name}': {figure(each)}" for name, each in INSTANCES.items())
     return f"{{{known}}}[self.instanceType]"
@@ -26,10 +26,10 @@ def _value_of_instance_type(figure: Callable[[Instance], int]) -> str:
 _DEVICES_BY_TYPE = "{" + ", ".join(f"'{name}': {instance.devices}" for name, instance in INSTANCES.items()) + "}"
 _IS_KNOWN_TYPE = f"self.?instanceType.orValue('') in {_DEVICES_BY_TYPE}"
 _DEVICES_OF_TYPE = f"{_DEVICES_BY_TYPE}[self.instanceType]"
-_PHYSICAL_CORES = _value_of_instance_type(lambda each: each.cores * each.core_parts)
-_CLAIMED_CORES = f"""{_value_of_instance_type(lambda each: each.cores * each.core_parts // each.devices)}
-* self.claim.?count.orValue({_value_of_instance_type(lambda each: each.devices)})
-/ self.claim.?logicalNeuronCore.orValue({_value_of_instance_type(lambda each: each.core_parts)})"""
+_PHYSICAL_CORES = _select_by_instance_type(lambda each: each.cores * each.core_parts)
+_CLAIMED_CORES = f"""{_select_by_instance_type(lambda each: each.cores * each.core_parts // each.devices)}
+* self.claim.?count.orValue({_select_by_instance_type(lambda each: each.devices)})
+/ self.claim.?logicalNeuronCore.orValue({_select_by_instance_type(lambda each: each.core_parts)})"""
 _MAX_CORES = f"(has(self.claim) ? {_CLAIMED_CORES} : {_PHYSICAL_CORES})"
 
 _ULTRA_SERVER_SIZES = (

@@ -32,7 +32,7 @@ from trainium_contract.definition.rules import (
 )
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType
-from trainium_contract.status.internal import INTERNAL_KEY, MAX_INTERNAL_TEXT, internal_fields
+from trainium_contract.status.internal import INTERNAL_KEY, MAX_INTERNAL_TEXT, list_internal_fields
 from trainium_contract.wire.worker_env import GROUP, KIND, PLURAL, VERSION
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class SchemaError(ValueError):
     """A model that cannot be written as a structural schema; the message names the field and the change."""
 
 
-def custom_resource_definition() -> dict[str, Any]:
+def build_custom_resource_definition() -> dict[str, Any]:
     """Return the CustomResourceDefinition (apiextensions.k8s.io/v1). Raises SchemaError for an unsuitable model."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -75,12 +75,12 @@ def custom_resource_definition() -> dict[str, Any]:
                 "shortNames": [SHORT_NAME],
                 "categories": [CATEGORY],
             },
-            "versions": [_version()],
+            "versions": [_build_version()],
         },
     }
 
 
-def _version() -> dict[str, Any]:
+def _build_version() -> dict[str, Any]:
     return {
         "name": VERSION,
         "served": True,
@@ -93,41 +93,43 @@ def _version() -> dict[str, Any]:
                 "labelSelectorPath": ".status.selector",
             },
         },
-        "additionalPrinterColumns": _printer_columns(),
-        "schema": {"openAPIV3Schema": object_schema()},
+        "additionalPrinterColumns": _build_printer_columns(),
+        "schema": {"openAPIV3Schema": build_object_schema()},
     }
 
 
-def _printer_columns() -> list[dict[str, Any]]:
-    def column(name: str, kind: str, path: str, description: str, priority: int = 0) -> dict[str, Any]:
+def _build_printer_columns() -> list[dict[str, Any]]:
+    def build_column(name: str, kind: str, path: str, description: str, priority: int = 0) -> dict[str, Any]:
         given = {"name": name, "type": kind, "jsonPath": path, "description": description}
         return given | ({"priority": priority} if priority else {})
 
     ready = f'.status.conditions[?(@.type=="{ConditionType.READY}")].reason'
     return [
-        column("Phase", "string", ".status.phase", "What the job is doing."),
-        column("Reason", "string", ready, "Why it is in that phase."),
-        column("Ready", "integer", ".status.readyReplicas", "Workers that are training."),
-        column("Desired", "integer", ".spec.workers.replicas", "Requested workers."),
-        column("Step", "integer", ".status.progress.step", "Newest finished optimizer step."),
-        column("Loss", "number", ".status.progress.loss", "Loss of that step."),
-        column("Ckpt", "integer", ".status.checkpoint.durableStep", "Newest step committed to storage."),
-        column("Restarts", "integer", ".status.restarts.total", "Interruptions so far."),
-        column("Updated", "date", ".status.progress.updated", "Time since a new step was reported."),
-        column("Age", "date", ".metadata.creationTimestamp", "Time since the job was created."),
-        column("Stage", "string", ".status.stage", "Train, Export or Evaluate.", 1),
-        column("Size", "integer", ".status.replicas", "Workers in the membership.", 1),
-        column("DP", "integer", ".status.membership.dataParallel", "Data-parallel degree.", 1),
-        column("Tokens/s", "number", ".status.progress.tokensPerSecond", "Throughput of the whole job.", 1),
-        column("Goodput", "string", ".status.goodput.percent", "Strict goodput: productive share of the time.", 1),
-        column("Artifact", "string", ".status.artifacts[-1].path", "Path of the newest artifact.", 1),
+        build_column("Phase", "string", ".status.phase", "What the job is doing."),
+        build_column("Reason", "string", ready, "Why it is in that phase."),
+        build_column("Ready", "integer", ".status.readyReplicas", "Workers that are training."),
+        build_column("Desired", "integer", ".spec.workers.replicas", "Requested workers."),
+        build_column("Step", "integer", ".status.progress.step", "Newest finished optimizer step."),
+        build_column("Loss", "number", ".status.progress.loss", "Loss of that step."),
+        build_column("Ckpt", "integer", ".status.checkpoint.durableStep", "Newest step committed to storage."),
+        build_column("Restarts", "integer", ".status.restarts.total", "Interruptions so far."),
+        build_column("Updated", "date", ".status.progress.updated", "Time since a new step was reported."),
+        build_column("Age", "date", ".metadata.creationTimestamp", "Time since the job was created."),
+        build_column("Stage", "string", ".status.stage", "Train, Export or Evaluate.", 1),
+        build_column("Size", "integer", ".status.replicas", "Workers in the membership.", 1),
+        build_column("DP", "integer", ".status.membership.dataParallel", "Data-parallel degree.", 1),
+        build_column("Tokens/s", "number", ".status.progress.tokensPerSecond", "Throughput of the whole job.", 1),
+        build_column(
+            "Goodput", "string", ".status.goodput.percent", "Strict goodput: productive share of the time.", 1
+        ),
+        build_column("Artifact", "string", ".status.artifacts[-1].path", "Path of the newest artifact.", 1),
     ]
 
 
-def object_schema() -> dict[str, Any]:
+def build_object_schema() -> dict[str, Any]:
     """Return the openAPIV3Schema of a whole TrainingJob."""
     spec = model_schema(TrainingJobSpec, "spec", strict=True)
-    status = _with_internal_text(model_schema(TrainingJobStatus, "status", strict=False))
+    status = _replace_internal_fields(model_schema(TrainingJobStatus, "status", strict=False))
     _attach_rules(spec, SPEC_RULES)
     _attach_rules(spec["properties"]["workers"]["properties"]["accelerator"], ACCELERATOR_RULES)
     _attach_rules(spec["properties"]["program"], PROGRAM_RULES)
@@ -157,9 +159,9 @@ def object_schema() -> dict[str, Any]:
     return root
 
 
-def _with_internal_text(status: dict[str, Any]) -> dict[str, Any]:
+def _replace_internal_fields(status: dict[str, Any]) -> dict[str, Any]:
     """Replace the operator's internal fields by the text that holds them."""
-    for path in internal_fields():
+    for path in list_internal_fields():
         place, _, name = path.rpartition(".")
         del (status["properties"][place] if place else status)["properties"][name]
     status["properties"][INTERNAL_KEY] = {
@@ -180,7 +182,7 @@ def model_schema(model: type[BaseModel], path: str, *, strict: bool) -> dict[str
     `strict` keeps defaults and enumerations (the spec); otherwise they are left out (the status).
     """
     source = model.model_json_schema(by_alias=True, mode="validation")
-    return _SchemaConverter(source.get("$defs", {}), strict=strict).schema(source, path)
+    return _SchemaConverter(source.get("$defs", {}), strict=strict).convert_schema(source, path)
 
 
 class _SchemaConverter:
@@ -190,20 +192,20 @@ class _SchemaConverter:
         self._definitions = definitions
         self._strict = strict
 
-    def schema(self, node: dict[str, Any], path: str) -> dict[str, Any]:
-        node = self._resolved(node, path)
+    def convert_schema(self, node: dict[str, Any], path: str) -> dict[str, Any]:
+        node = self._resolve_references(node, path)
         written: dict[str, Any] = {"type": node.get("type"), "description": _require_description(node, path)}
         match node.get("type"):
             case "object":
-                self._object(node, path, written)
+                self._convert_object(node, path, written)
             case "array":
-                self._array(node, path, written)
+                self._convert_array(node, path, written)
             case "integer":
                 written["format"] = "int32" if node.get("maximum", INT32_LIMIT + 1) <= INT32_LIMIT else "int64"
             case "number":
                 written["format"] = "double"
             case "string":
-                self._string(node, path, written)
+                self._convert_string(node, path, written)
             case "boolean":
                 pass
             case other:
@@ -216,42 +218,46 @@ class _SchemaConverter:
             written["default"] = node["default"]
         return written
 
-    def _resolved(self, node: dict[str, Any], path: str) -> dict[str, Any]:
+    def _resolve_references(self, node: dict[str, Any], path: str) -> dict[str, Any]:
         """Resolve references and read `X | None` as an optional X."""
         if "anyOf" in node:
             kinds = [kind for kind in node["anyOf"] if kind.get("type") != "null"]
             if len(kinds) != 1:
                 raise SchemaError(f"{path}: a union of several types is not structural; choose one type")
-            return self._resolved(kinds[0] | {key: value for key, value in node.items() if key != "anyOf"}, path)
+            return self._resolve_references(
+                kinds[0] | {key: value for key, value in node.items() if key != "anyOf"}, path
+            )
         if "$ref" in node:
             target = self._definitions[node["$ref"].rsplit("/", 1)[1]]
-            return self._resolved(target | {key: value for key, value in node.items() if key != "$ref"}, path)
+            return self._resolve_references(target | {key: value for key, value in node.items() if key != "$ref"}, path)
         return node
 
-    def _object(self, node: dict[str, Any], path: str, written: dict[str, Any]) -> None:
+    def _convert_object(self, node: dict[str, Any], path: str, written: dict[str, Any]) -> None:
         values = node.get("additionalProperties")
         if "properties" in node:
-            children = {name: self.schema(child, f"{path}.{name}") for name, child in node["properties"].items()}
+            children = {
+                name: self.convert_schema(child, f"{path}.{name}") for name, child in node["properties"].items()
+            }
             written["properties"] = children
             if "required" in node:
                 written["required"] = node["required"]
             if not self._strict:
                 written["x-kubernetes-preserve-unknown-fields"] = True
             elif path != "spec":
-                written |= _object_default(node, children)
+                written |= _build_object_default(node, children)
         elif isinstance(values, dict):
             if "maxProperties" not in node:
                 raise SchemaError(f"{path}: the map has no bound; add Field(max_length=...)")
             described = {"description": f"An entry of {path.rsplit('.', 1)[1]}."} | values
-            written["additionalProperties"] = self.schema(described, f"{path}.*")
+            written["additionalProperties"] = self.convert_schema(described, f"{path}.*")
         else:
             written["x-kubernetes-preserve-unknown-fields"] = True
 
-    def _array(self, node: dict[str, Any], path: str, written: dict[str, Any]) -> None:
+    def _convert_array(self, node: dict[str, Any], path: str, written: dict[str, Any]) -> None:
         if "maxItems" not in node:
             raise SchemaError(f"{path}: the list has no bound; add Field(max_length=...)")
         described = {"description": f"An entry of {path.rsplit('.', 1)[1]}."} | node["items"]
-        written["items"] = self.schema(described, f"{path}[]")
+        written["items"] = self.convert_schema(described, f"{path}[]")
         if self._strict and not node.get(DERIVED) and path.startswith(_PINNED_LISTS) and node.get("default"):
             written["default"] = node["default"]
         keys = _LIST_KEYS.get(path)
@@ -259,7 +265,7 @@ class _SchemaConverter:
         if keys:
             written["x-kubernetes-list-map-keys"] = keys
 
-    def _string(self, node: dict[str, Any], path: str, written: dict[str, Any]) -> None:
+    def _convert_string(self, node: dict[str, Any], path: str, written: dict[str, Any]) -> None:
         if "enum" in node and self._strict:
             written["enum"] = node["enum"]
         elif "enum" in node:
@@ -272,7 +278,7 @@ class _SchemaConverter:
             written["x-kubernetes-validations"] = [Rule(f"self.matches(r'^(?:{pattern})$')", sentence).to_schema()]
 
 
-def _object_default(node: dict[str, Any], children: dict[str, Any]) -> dict[str, Any]:
+def _build_object_default(node: dict[str, Any], children: dict[str, Any]) -> dict[str, Any]:
     """Return an empty object as default if it is complete, so that the defaults below it apply without it.
 
     Not for an object that may be None or whose default is derived, where leaving it out has a separate meaning.

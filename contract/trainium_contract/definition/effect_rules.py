@@ -37,23 +37,23 @@ def _find(path: str) -> FieldInfo:
     return info
 
 
-def _optional(path: str) -> str:
+def _build_optional(path: str) -> str:
     """Return a field as an optional, whichever of the fields above it are present."""
     return ".?".join(["self", *(f"__{part}__" if part in _KEYWORDS else part for part in path.split("."))])
 
 
-def _literal(value: Any, info: FieldInfo) -> str:
+def _format_literal(value: Any, info: FieldInfo) -> str:
     if isinstance(value, str):
         return f"'{value}'"
     return json.dumps(float(value) if info.annotation is float else value)
 
 
-def _given(path: str) -> str:
+def _build_presence_test(path: str) -> str:
     """Return an expression that is true if a field is given."""
-    info, field = _find(path), _optional(path)
+    info, field = _find(path), _build_optional(path)
     if not is_stored(info):
         return f"{field}.hasValue()"
-    default = _literal(info.default, info)
+    default = _format_literal(info.default, info)
     return f"{field}.orValue({default}) != {default}"
 
 
@@ -61,28 +61,30 @@ def _is_on(switch: Switch, path: str) -> str:
     """Return an expression that is true if a switch is on; where it is omitted, its default counts."""
     if path == "trainer.tuning.method" and switch.on:
         return f"({IS_LORA})"
-    info, field = _find(path), _optional(path)
+    info, field = _find(path), _build_optional(path)
     compare, join, absent = ("==", " || ", "!") if switch.on else ("!=", " && ", "")
     parts = []
     for value in switch.on or switch.off:
         if value is None:
             parts.append(f"{absent}{field}.hasValue()")
         elif is_stored(info):
-            parts.append(f"{field}.orValue({_literal(info.default, info)}) {compare} {_literal(value, info)}")
+            parts.append(
+                f"{field}.orValue({_format_literal(info.default, info)}) {compare} {_format_literal(value, info)}"
+            )
         else:
-            parts.append(f"{field}.optMap(given, given {compare} {_literal(value, info)}).orValue(true)")
+            parts.append(f"{field}.optMap(given, given {compare} {_format_literal(value, info)}).orValue(true)")
     return f"({join.join(parts)})"
 
 
-def _rule(requirement: Requirement, *, trainer: bool) -> Rule:
+def _build_rule(requirement: Requirement, *, trainer: bool) -> Rule:
     place = _place if trainer else _place_of_job
     path = f"{place(requirement.field)}{requirement.field}"
     needs = " || ".join(_is_on(switch, f"{place(switch.field)}{switch.field}") for switch in requirement.switches)
-    rule = f"!({_given(path)}) || {needs}"
+    rule = f"!({_build_presence_test(path)}) || {needs}"
     return Rule(rule, requirement.describe(place), f".{path}", reason=RefusalReason.FORBIDDEN)
 
 
-def _conflict_rule(conflict: Conflict) -> Rule:
+def _build_conflict_rule(conflict: Conflict) -> Rule:
     paths = [f"{_place(switch.field)}{switch.field}" for switch in conflict.switches]
     rule = " && ".join(_is_on(switch, path) for switch, path in zip(conflict.switches, paths, strict=True))
     is_missing = any(switch.field == conflict.field and None in switch.on for switch in conflict.switches)
@@ -91,9 +93,9 @@ def _conflict_rule(conflict: Conflict) -> Rule:
 
 
 EFFECT_RULES: tuple[Rule, ...] = (
-    *(_rule(requirement, trainer=True) for requirement in TRAINER_REQUIREMENTS),
-    *(_rule(requirement, trainer=False) for requirement in JOB_REQUIREMENTS),
-    *(_conflict_rule(conflict) for conflict in TRAINER_CONFLICTS),
+    *(_build_rule(requirement, trainer=True) for requirement in TRAINER_REQUIREMENTS),
+    *(_build_rule(requirement, trainer=False) for requirement in JOB_REQUIREMENTS),
+    *(_build_conflict_rule(conflict) for conflict in TRAINER_CONFLICTS),
     # A list is in no table.
     Rule(
         """!has(self.trainer) || self.trainer.data.format == 'Text' || !has(self.trainer.data.sources)

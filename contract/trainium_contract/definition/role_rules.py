@@ -94,7 +94,7 @@ ROLE_ROOT_RULES: tuple[Rule, ...] = (
 )
 
 
-def role_port_rule(job_not_running: str, suffix: str) -> Rule:
+def build_role_port_rule(job_not_running: str, suffix: str) -> Rule:
     """Return the rule that fixes the ports of roles while a job runs."""
     return Rule(
         f"{job_not_running} || {_EACH_IS_OLD.format(' && o.port == r.port')}",
@@ -107,18 +107,19 @@ def role_port_rule(job_not_running: str, suffix: str) -> Rule:
 def describe_other_names() -> dict[str, Any]:
     """Return the properties that a rule refuses with the right name; an unknown field gets no such sentence."""
     return {
-        name: _field("string", f"Refused: {sentence}.", maxLength=64) for name, sentence in roles.OTHER_NAMES.items()
+        name: _build_field("string", f"Refused: {sentence}.", maxLength=64)
+        for name, sentence in roles.OTHER_NAMES.items()
     }
 
 
 def describe_template_schema() -> dict[str, Any]:
     """Return the properties of a role's template that rules read; other fields of a pod template may be anything."""
-    port = _open_object("A port.", {"containerPort": _field("integer", "Number of the port.", format="int32")})
+    port = _open_object("A port.", {"containerPort": _build_field("integer", "Number of the port.", format="int32")})
     container = _open_object(
         "A container.",
         {
-            "image": _field("string", "Image of the container.", maxLength=1024),
-            "command": _list("Command of the container.", _field("string", "A word.", maxLength=32768), 256),
+            "image": _build_field("string", "Image of the container.", maxLength=1024),
+            "command": _list("Command of the container.", _build_field("string", "A word.", maxLength=32768), 256),
             "ports": _list("Ports of the container.", port, 64),
         },
     )
@@ -126,13 +127,13 @@ def describe_template_schema() -> dict[str, Any]:
     return {"spec": _open_object("Spec of the pod.", {"containers": containers})}
 
 
-def _field(kind: str, description: str, **bounds: Any) -> dict[str, Any]:
+def _build_field(kind: str, description: str, **bounds: Any) -> dict[str, Any]:
     return {"type": kind, "description": description, **bounds}
 
 
 def _list(description: str, items: dict[str, Any], max_items: int) -> dict[str, Any]:
-    return _field("array", description, items=items, maxItems=max_items, **{"x-kubernetes-list-type": "atomic"})
+    return _build_field("array", description, items=items, maxItems=max_items, **{"x-kubernetes-list-type": "atomic"})
 
 
 def _open_object(description: str, properties: dict[str, Any]) -> dict[str, Any]:
-    return _field("object", description, properties=properties, **{"x-kubernetes-preserve-unknown-fields": True})
+    return _build_field("object", description, properties=properties, **{"x-kubernetes-preserve-unknown-fields": True})

@@ -13,7 +13,7 @@ from trainium_contract.accelerators import INSTANCES
 from trainium_contract.definition.cel import RefusalReason, Rule, format_message
 from trainium_contract.definition.effect_rules import EFFECT_RULES
 from trainium_contract.definition.program_rules import PROGRAM_SPEC_RULES
-from trainium_contract.definition.role_rules import ROLE_ROOT_RULES, ROLE_SPEC_RULES, role_port_rule
+from trainium_contract.definition.role_rules import ROLE_ROOT_RULES, ROLE_SPEC_RULES, build_role_port_rule
 from trainium_contract.definition.size_expressions import (
     GLOBAL_BATCH,
     MICRO_BATCH,
@@ -206,7 +206,7 @@ _NOT_WHILE_RUNNING = (
 )
 
 
-def _immutable_while_running(field: str) -> Rule:
+def _fix_while_running(field: str) -> Rule:
     """Fix a field while the job runs; those of the trainer may be absent, which is their default."""
     condition = f"self.{field} == oldSelf.{field}"
     if field == "spec.trainer.steps":
@@ -256,7 +256,7 @@ ROOT_RULES: tuple[Rule, ...] = (
         "(RFC 1035), because host names are made from it",
         ".metadata.name",
     ),
-    *(_immutable_while_running(field) for field in _FIXED_FIELDS),
+    *(_fix_while_running(field) for field in _FIXED_FIELDS),
     Rule(
         f"""{_JOB_NOT_RUNNING} || (has(self.spec.checkpoint.storage) == has(oldSelf.spec.checkpoint.storage)
         && (!has(self.spec.checkpoint.storage) || self.spec.checkpoint.storage == oldSelf.spec.checkpoint.storage))""",
@@ -279,7 +279,7 @@ ROOT_RULES: tuple[Rule, ...] = (
         reason=RefusalReason.FORBIDDEN,
     ),
     *ROLE_ROOT_RULES,
-    role_port_rule(_JOB_NOT_RUNNING, _NOT_WHILE_RUNNING),
+    build_role_port_rule(_JOB_NOT_RUNNING, _NOT_WHILE_RUNNING),
     Rule(
         """has(self.spec.managedBy) == has(oldSelf.spec.managedBy)
         && (!has(self.spec.managedBy) || self.spec.managedBy == oldSelf.spec.managedBy)""",
@@ -291,7 +291,7 @@ ROOT_RULES: tuple[Rule, ...] = (
 )
 
 
-def _cel_list(causes: frozenset[Cause]) -> str:
+def _format_cel_list(causes: frozenset[Cause]) -> str:
     return "[" + ", ".join(f"'{cause.value}'" for cause in Cause if cause in causes) + "]"
 
 
@@ -305,13 +305,13 @@ RECOVERY_RULE_RULES: tuple[Rule, ...] = (
         "a rule needs a condition: give exitCodes, reason or message, or it would match every failure",
     ),
     Rule(
-        f"!(self.cause in {_cel_list(NO_FAULT_CAUSES)})",
+        f"!(self.cause in {_format_cel_list(NO_FAULT_CAUSES)})",
         f"{_NO_FAULT_NAMES} are no faults: give the cause that the failure is to be attributed to, "
         "for instance UserError",
         ".cause",
     ),
     Rule(
-        f"self.action != 'AvoidNode' || !(self.cause in {_cel_list(USER_CAUSES)})",
+        f"self.action != 'AvoidNode' || !(self.cause in {_format_cel_list(USER_CAUSES)})",
         "a node is not to blame for an error of the user: choose action ReplaceWorker, or a cause such as Host",
         ".action",
     ),
@@ -320,7 +320,7 @@ RECOVERY_RULE_RULES: tuple[Rule, ...] = (
 
 BY_CAUSE_RULES: tuple[Rule, ...] = (
     Rule(
-        f"self.all(cause, cause in {_cel_list(_FAULT_CAUSES)})",
+        f"self.all(cause, cause in {_format_cel_list(_FAULT_CAUSES)})",
         "a key of byCause is not the cause of a fault; see the causes of recovery.rules[].cause",
     ),
 )

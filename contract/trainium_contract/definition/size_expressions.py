@@ -31,7 +31,7 @@ UNIT_NODES_BY_TYPE = (
 _UNIT_NODES = f"""(self.workers.accelerator.?unit.orValue('Node') == 'UltraServer'
 ? self.workers.accelerator.?unitNodes.orValue(
 {UNIT_NODES_BY_TYPE}[?self.workers.accelerator.?instanceType.orValue('')].orValue(1)) : 1)"""
-"""CEL of `WorkerAcceleratorSpec.nodes_per_unit`."""
+"""CEL of `WorkerAcceleratorSpec.count_nodes_per_unit`."""
 NODES = "self.workers.replicas"
 MICRO_BATCH = "self.?trainer.?batch.?microSize.orValue(self.?program.?batch.?microSize.orValue(1))"
 _DERIVED_BATCH = f"has(self.trainer) && {MICRO_BATCH} <= 8 ? 8 : {MICRO_BATCH}"

@@ -19,8 +19,8 @@ from trainium_contract.faults.responses import (
     RULE_RESPONSES,
     Response,
     Responses,
-    responses_for_pod,
-    responses_for_text,
+    get_responses_for_pod,
+    get_responses_for_text,
 )
 from trainium_contract.faults.rules import RecoveryRule
 from trainium_contract.faults.signs import (
@@ -86,7 +86,7 @@ def get_cause_row(cause: Cause) -> CauseRow:
     return _ROWS[cause]
 
 
-def default_responses(cause: Cause) -> Responses:
+def get_default_responses(cause: Cause) -> Responses:
     """Return the responses of a cause without further information."""
     return RESPONSES[cause]
 
@@ -101,7 +101,7 @@ def suspects_node(cause: Cause) -> bool:
     return _ROWS[cause].suspects_node
 
 
-def severity(cause: Cause) -> int:
+def rank_severity(cause: Cause) -> int:
     """Return the rank among causes of failures at the same time; 0 names the interruption first."""
     return _SEVERITY[cause]
 
@@ -119,7 +119,7 @@ _TEXTS = (SignKind.RUNTIME_STATUS, SignKind.KERNEL_LINE, SignKind.OUTPUT_LINE)
 def classify_sign(sign: Sign) -> Classification:
     """Classify one sign by itself."""
     row = _ROWS[sign.cause]
-    responses = sign.responses or (responses_for_text(sign.cause) if sign.kind in _TEXTS else RESPONSES[sign.cause])
+    responses = sign.responses or (get_responses_for_text(sign.cause) if sign.kind in _TEXTS else RESPONSES[sign.cause])
     return Classification(sign.cause, row.blame, responses, sign.sentence or row.sentence, sign.indirect)
 
 
@@ -139,12 +139,12 @@ def find_runtime_status(status: int | None) -> Sign | None:
 
 def match_kernel_line(line: str) -> Sign | None:
     """Find the row that matches a kernel line; None for lines that report no fault."""
-    return _first_match(KERNEL_LINES, line)
+    return _find_first_match(KERNEL_LINES, line)
 
 
 def match_output_line(line: str) -> Sign | None:
     """Find the row that matches a line of output, or the text of an exception; None for all other lines."""
-    return _first_match(OUTPUT_LINES, line)
+    return _find_first_match(OUTPUT_LINES, line)
 
 
 def find_output_line(key: str) -> Sign | None:
@@ -152,7 +152,7 @@ def find_output_line(key: str) -> Sign | None:
     return _OUTPUT_LINES.get(key)
 
 
-def _first_match(signs: Sequence[Sign], line: str) -> Sign | None:
+def _find_first_match(signs: Sequence[Sign], line: str) -> Sign | None:
     text = line[:_MAX_LINE_LENGTH]
     return next((sign for sign in signs if sign.pattern is not None and sign.pattern.search(text)), None)
 
@@ -171,7 +171,7 @@ def find_cause(kind: SignKind, key: str, value: str = "*") -> Cause | None:
 
 def find_eviction(reason: str, message: str) -> Sign | None:
     """Find the row of an evicted pod's message, which states whose limit was exceeded; None for any other pod."""
-    return _first_match(EVICTIONS, message) if reason == _EVICTED else None
+    return _find_first_match(EVICTIONS, message) if reason == _EVICTED else None
 
 
 def classify_disruption(reason: str) -> Cause:
@@ -221,7 +221,7 @@ def classify_pod_failure(
     if by_code is not None and by_code.cause is row.cause:
         return by_code
     sentence = (eviction.sentence if eviction is not None else "") or row.sentence
-    return Classification(row.cause, row.blame, responses_for_pod(suspects_node=row.suspects_node), sentence)
+    return Classification(row.cause, row.blame, get_responses_for_pod(suspects_node=row.suspects_node), sentence)
 
 
 def select_kernel_lines(events: Iterable[TimedLine], at: float) -> tuple[str, ...]:

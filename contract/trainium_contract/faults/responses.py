@@ -1,7 +1,7 @@
 """Map each cause of a fault to its default responses, which a sign may replace (`signs`).
 
 Invariants: every cause has its responses. Text never ends a job at its first appearance, because it can mislead and a
-restart in place is cheap (`responses_for_text`).
+restart in place is cheap (`get_responses_for_text`).
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ RULE_RESPONSES: dict[RuleAction, Responses] = {
 """Response of a rule of the job."""
 
 
-def responses_for_text(cause: Cause) -> Responses:
+def get_responses_for_text(cause: Cause) -> Responses:
     """Return the responses of a sign that is only text: the job never stops at its first appearance."""
     responses = RESPONSES[cause]
     return RESTART_THEN_STOP if responses.first is Response.STOP else responses
 
 
-def responses_for_pod(*, suspects_node: bool) -> Responses:
+def get_responses_for_pod(*, suspects_node: bool) -> Responses:
     """Return the responses of a pod that ended: nothing in it can restart."""
     return LEAVE_NODE if suspects_node else NEW_WORKER

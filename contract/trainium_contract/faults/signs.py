@@ -84,19 +84,19 @@ class Sign:
     """Reason of a condition, value of a label."""
 
 
-def _code(
+def _build_code_sign(
     number: int, cause: Cause, sentence: str, responses: Responses | None = None, *, indirect: bool = False
 ) -> Sign:
     return Sign(SignKind.EXIT_CODE, str(int(number)), cause, sentence, responses, indirect, number=number)
 
 
-def _status(
+def _build_status_sign(
     number: int, name: str, cause: Cause, sentence: str, responses: Responses | None = None, *, indirect: bool = False
 ) -> Sign:
     return Sign(SignKind.RUNTIME_STATUS, name, cause, sentence, responses, indirect, number=number)
 
 
-def _line(
+def _build_line_sign(
     name: str,
     pattern: str,
     cause: Cause,
@@ -118,126 +118,140 @@ def _line(
     )
 
 
-def _output(name: str, pattern: str, sentence: str) -> Sign:
+def _build_output_sign(name: str, pattern: str, sentence: str) -> Sign:
     """Return the row of an error of a communication library that lost another process."""
     kind, cause = SignKind.OUTPUT_LINE, Cause.PEER_LOST
     return Sign(kind, name, cause, sentence, indirect=True, pattern=re.compile(pattern))
 
 
-def _uncorrectable_error(error: str, sentence: str) -> Sign:
+def _build_uncorrectable_sign(error: str, sentence: str) -> Sign:
     """Return the row of a device error that the Neuron driver itself calls uncorrectable."""
     name = f"NEURON_HW_ERR={error}"
-    return _line(name, name, Cause.DEVICE, sentence, decisive=True)
+    return _build_line_sign(name, name, Cause.DEVICE, sentence, decisive=True)
 
 
-def _rows(kind: SignKind, keys_by_cause: Mapping[Cause, str]) -> tuple[Sign, ...]:
+def _build_signs(kind: SignKind, keys_by_cause: Mapping[Cause, str]) -> tuple[Sign, ...]:
     """Return a row for each of the keys of a cause, in their order."""
     return tuple(Sign(kind, key, cause) for cause, keys in keys_by_cause.items() for key in keys.split())
 
 
-def _eviction(message: str, cause: Cause, sentence: str = "") -> Sign:
+def _build_eviction_sign(message: str, cause: Cause, sentence: str = "") -> Sign:
     """Return the row of a message; `…` in it stands for any text."""
     pattern = re.compile(".*".join(map(re.escape, message.split("…"))))
     return Sign(SignKind.EVICTION, message, cause, sentence, pattern=pattern)
 
 
 EXIT_CODES = (
-    _code(ExitCode.FINISHED, Cause.FINISHED, "finished"),
-    _code(
+    _build_code_sign(ExitCode.FINISHED, Cause.FINISHED, "finished"),
+    _build_code_sign(
         ExitCode.USER_ERROR,
         Cause.USER_ERROR,
         "configuration or user error (bad config, missing data, import error, shape)",
     ),
-    _code(ExitCode.NUMERICAL, Cause.NUMERICAL, "non-finite loss or gradient that persisted"),
-    _code(ExitCode.OUT_OF_MEMORY, Cause.OUT_OF_MEMORY, "out of host or device memory", STOP),
-    _code(ExitCode.YIELDING, Cause.YIELDED, "saved and left on request"),
-    _code(ExitCode.PEER_LOST, Cause.PEER_LOST, "collective timeout or peer lost (a victim)", indirect=True),
-    _code(ExitCode.HUNG, Cause.HANG, "hung and was ended", RESTART),
-    _code(ExitCode.DEVICE_FAULT, Cause.DEVICE, "device fault reported by the runtime"),
-    _code(ExitCode.STORAGE_UNAVAILABLE, Cause.STORAGE, "checkpoint storage unavailable"),
-    _code(ExitCode.NETWORK_FAULT, Cause.NETWORK, "cannot exchange data with its peers as it should", LEAVE_NODE),
+    _build_code_sign(ExitCode.NUMERICAL, Cause.NUMERICAL, "non-finite loss or gradient that persisted"),
+    _build_code_sign(ExitCode.OUT_OF_MEMORY, Cause.OUT_OF_MEMORY, "out of host or device memory", STOP),
+    _build_code_sign(ExitCode.YIELDING, Cause.YIELDED, "saved and left on request"),
+    _build_code_sign(ExitCode.PEER_LOST, Cause.PEER_LOST, "collective timeout or peer lost (a victim)", indirect=True),
+    _build_code_sign(ExitCode.HUNG, Cause.HANG, "hung and was ended", RESTART),
+    _build_code_sign(ExitCode.DEVICE_FAULT, Cause.DEVICE, "device fault reported by the runtime"),
+    _build_code_sign(ExitCode.STORAGE_UNAVAILABLE, Cause.STORAGE, "checkpoint storage unavailable"),
+    _build_code_sign(
+        ExitCode.NETWORK_FAULT, Cause.NETWORK, "cannot exchange data with its peers as it should", LEAVE_NODE
+    ),
 )
 ANY_OTHER_CODE = Sign(SignKind.EXIT_CODE, "*", Cause.CRASH, "killed or crashed", RESTART)
 
 RUNTIME_STATUSES = (
-    _status(1201, "NRT_EXEC_HW_ERR_HBM_UE", Cause.DEVICE, "uncorrectable error of device memory (HBM)"),
-    _status(1202, "NRT_EXEC_HW_ERR_NC_UE", Cause.DEVICE, "uncorrectable error of a core's memory (SRAM)"),
-    _status(1203, "NRT_EXEC_HW_ERR_DMA_ABORT", Cause.DEVICE, "a DMA engine of the device aborted"),
-    _status(6, "NRT_HW_ERROR", Cause.DEVICE, "hardware failure of the device"),
-    _status(1004, "NRT_EXEC_COMPLETED_WITH_ERR", Cause.DEVICE, "the device finished with errors (memory parity)"),
-    _status(
+    _build_status_sign(1201, "NRT_EXEC_HW_ERR_HBM_UE", Cause.DEVICE, "uncorrectable error of device memory (HBM)"),
+    _build_status_sign(1202, "NRT_EXEC_HW_ERR_NC_UE", Cause.DEVICE, "uncorrectable error of a core's memory (SRAM)"),
+    _build_status_sign(1203, "NRT_EXEC_HW_ERR_DMA_ABORT", Cause.DEVICE, "a DMA engine of the device aborted"),
+    _build_status_sign(6, "NRT_HW_ERROR", Cause.DEVICE, "hardware failure of the device"),
+    _build_status_sign(
+        1004, "NRT_EXEC_COMPLETED_WITH_ERR", Cause.DEVICE, "the device finished with errors (memory parity)"
+    ),
+    _build_status_sign(
         1205,
         "NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE",
         Cause.DEVICE_REPAIRABLE,
         "repairable error of device memory (HBM)",
     ),
-    _status(
+    _build_status_sign(
         101, "NRT_EXEC_UNIT_UNRECOVERABLE", Cause.DEVICE_REPAIRABLE, "an execution unit of the device needs a reset"
     ),
-    _status(1206, "NRT_NETWORK_PROXY_FAILURE", Cause.NETWORK, "the EFA network proxy failed", indirect=True),
-    _status(
+    _build_status_sign(1206, "NRT_NETWORK_PROXY_FAILURE", Cause.NETWORK, "the EFA network proxy failed", indirect=True),
+    _build_status_sign(
         1003, "NRT_EXEC_COMPLETED_WITH_NUM_ERR", Cause.NUMERICAL, "the device computed NaN; its hardware is healthy"
     ),
-    _status(1002, "NRT_EXEC_BAD_INPUT", Cause.USER_ERROR, "invalid input to the compiled program"),
-    _status(1006, "NRT_EXEC_OOB", Cause.USER_ERROR, "an access of the compiled program was out of bounds"),
-    _status(2, "NRT_INVALID", Cause.USER_ERROR, "invalid compiled program (NEFF) or arguments"),
-    _status(10, "NRT_UNSUPPORTED_NEFF_VERSION", Cause.USER_ERROR, "compiled for another version of the runtime"),
-    _status(9, "NRT_LOAD_NOT_ENOUGH_NC", Cause.USER_ERROR, "the compiled program needs more cores than the worker has"),
-    _status(4, "NRT_RESOURCE", Cause.OUT_OF_MEMORY, "out of memory or other resources of the device"),
-    _status(11, "NRT_FAIL_HOST_MEM_ALLOC", Cause.OUT_OF_MEMORY, "the runtime is out of host memory"),
-    _status(1005, "NRT_EXEC_NC_BUSY", Cause.ACCELERATOR_RUNTIME, "another process still held the core", RESTART),
-    _status(
+    _build_status_sign(1002, "NRT_EXEC_BAD_INPUT", Cause.USER_ERROR, "invalid input to the compiled program"),
+    _build_status_sign(1006, "NRT_EXEC_OOB", Cause.USER_ERROR, "an access of the compiled program was out of bounds"),
+    _build_status_sign(2, "NRT_INVALID", Cause.USER_ERROR, "invalid compiled program (NEFF) or arguments"),
+    _build_status_sign(
+        10, "NRT_UNSUPPORTED_NEFF_VERSION", Cause.USER_ERROR, "compiled for another version of the runtime"
+    ),
+    _build_status_sign(
+        9, "NRT_LOAD_NOT_ENOUGH_NC", Cause.USER_ERROR, "the compiled program needs more cores than the worker has"
+    ),
+    _build_status_sign(4, "NRT_RESOURCE", Cause.OUT_OF_MEMORY, "out of memory or other resources of the device"),
+    _build_status_sign(11, "NRT_FAIL_HOST_MEM_ALLOC", Cause.OUT_OF_MEMORY, "the runtime is out of host memory"),
+    _build_status_sign(
+        1005, "NRT_EXEC_NC_BUSY", Cause.ACCELERATOR_RUNTIME, "another process still held the core", RESTART
+    ),
+    _build_status_sign(
         1204,
         "NRT_EXEC_SW_NQ_OVERFLOW",
         Cause.ACCELERATOR_RUNTIME,
         "the runtime's notification queue overflowed (set NEURON_RT_ENABLE_DGE_NOTIFICATIONS=0)",
         RESTART_THEN_STOP,
     ),
-    _status(
+    _build_status_sign(
         1200,
         "NRT_EXEC_HW_ERR_COLLECTIVES",
         Cause.PEER_LOST,
         "stuck in a collective because of another worker",
         indirect=True,
     ),
-    _status(5, "NRT_TIMEOUT", Cause.ACCELERATOR_RUNTIME, "an execution timed out on the device", indirect=True),
-    _status(1100, "NRT_COLL_PENDING", Cause.PEER_LOST, "a collective was still pending", indirect=True),
-    _status(3, "NRT_INVALID_HANDLE", Cause.USER_ERROR, "invalid handle given to the runtime"),
-    _status(7, "NRT_QUEUE_FULL", Cause.USER_ERROR, "the runtime's execution queue was full"),
-    _status(13, "NRT_UNINITIALIZED", Cause.USER_ERROR, "the runtime was used before its start"),
-    _status(14, "NRT_CLOSED", Cause.USER_ERROR, "the runtime was used after its end"),
-    _status(15, "NRT_QUEUE_EMPTY", Cause.USER_ERROR, "the runtime's queue was empty"),
-    _status(1, "NRT_FAILURE", Cause.ACCELERATOR_RUNTIME, "the runtime failed and gives no reason", indirect=True),
+    _build_status_sign(
+        5, "NRT_TIMEOUT", Cause.ACCELERATOR_RUNTIME, "an execution timed out on the device", indirect=True
+    ),
+    _build_status_sign(1100, "NRT_COLL_PENDING", Cause.PEER_LOST, "a collective was still pending", indirect=True),
+    _build_status_sign(3, "NRT_INVALID_HANDLE", Cause.USER_ERROR, "invalid handle given to the runtime"),
+    _build_status_sign(7, "NRT_QUEUE_FULL", Cause.USER_ERROR, "the runtime's execution queue was full"),
+    _build_status_sign(13, "NRT_UNINITIALIZED", Cause.USER_ERROR, "the runtime was used before its start"),
+    _build_status_sign(14, "NRT_CLOSED", Cause.USER_ERROR, "the runtime was used after its end"),
+    _build_status_sign(15, "NRT_QUEUE_EMPTY", Cause.USER_ERROR, "the runtime's queue was empty"),
+    _build_status_sign(
+        1, "NRT_FAILURE", Cause.ACCELERATOR_RUNTIME, "the runtime failed and gives no reason", indirect=True
+    ),
 )
 """The most specific first: if the output names several, for instance 5 and 1201, the first of these counts."""
 
 OUTPUT_LINES = (
-    _output(
+    _build_output_sign(
         "gloo",
         # The prefix is that of gloo's exceptions; a failed check of its arguments has another one.
         r"\[\S*gloo/\S+:\d+\] |Gloo connectFullMesh failed|Timed out waiting \d+ms for (recv|send) operation"
         r"|Application timeout caused pair closure|failed to pass monitoredBarrier",
         "a collective of gloo lost another process",
     ),
-    _output(
+    _build_output_sign(
         "torch's store",
         r"Did the remote server shutdown or crash\?|The client socket has (timed out after|failed to connect to)"
         r"|SocketImpl\(.*\): (Broken pipe|Connection (reset|refused|timed out))|\bwait timeout after \d+ ?ms"
         r"|Timed out after \d+ seconds waiting for clients",
         "the store that the processes share does not answer, so its process is gone",
     ),
-    _output(
+    _build_output_sign(
         "NCCL",
         r"remote process exited or there was a network error|ncclRemoteError|Connection closed by remote peer"
         r"|Watchdog caught collective operation timeout|NCCL communicator was aborted",
         "a collective of NCCL lost another process",
     ),
-    _output(
+    _build_output_sign(
         "XLA's coordination service",
         r"UNAVAILABLE: .*(Socket closed|Connection reset by peer|[Cc]onnection refused|failed to connect)",
         "the coordination service of XLA, or a process that it knows, is gone",
     ),
-    _output(
+    _build_output_sign(
         "Neuron collectives", r"CCOM WARN Timeout waiting for RX", "a collective of Neuron waited for another node"
     ),
 )
@@ -248,45 +262,45 @@ NODE_MEMORY_EXHAUSTED = "the container was below its memory limit"
 """Starts of the lines that the agent writes when the kernel has killed a process of its container for memory."""
 
 KERNEL_LINES = (
-    _uncorrectable_error("SRAM_UNCORRECTABLE_ERROR", "uncorrectable error of a core's memory (SRAM)"),
-    _uncorrectable_error("NC_UNCORRECTABLE_ERROR", "uncorrectable error of a core"),
-    _uncorrectable_error("HBM_UNCORRECTABLE_ERROR", "uncorrectable error of device memory (HBM)"),
-    _uncorrectable_error("DMA_ERROR", "a DMA engine of the device failed"),
-    _line(
+    _build_uncorrectable_sign("SRAM_UNCORRECTABLE_ERROR", "uncorrectable error of a core's memory (SRAM)"),
+    _build_uncorrectable_sign("NC_UNCORRECTABLE_ERROR", "uncorrectable error of a core"),
+    _build_uncorrectable_sign("HBM_UNCORRECTABLE_ERROR", "uncorrectable error of device memory (HBM)"),
+    _build_uncorrectable_sign("DMA_ERROR", "a DMA engine of the device failed"),
+    _build_line_sign(
         "NEURON_HW_ERR (other)",
         r"NEURON_HW_ERR=\w+",
         Cause.DEVICE_REPAIRABLE,
         "the Neuron driver reports a hardware error",
     ),
-    _line(
+    _build_line_sign(
         "machine check",
         r"(?i)fatal machine check|\[Hardware Error\].*(uncorrected|uncorrectable|fatal)|EDAC .*\bUE\b",
         Cause.HOST,
         "the processor or its memory reports an uncorrected error",
         RESTART_THEN_LEAVE_NODE,
     ),
-    _line(
+    _build_line_sign(
         "kernel fault",
         r"Kernel panic|BUG: unable to handle|BUG: kernel NULL pointer|general protection fault.*\bkernel\b|\bOops: ",
         Cause.HOST,
         "the kernel of the node failed",
         RESTART_THEN_LEAVE_NODE,
     ),
-    _line(
+    _build_line_sign(
         "lockup",
         r"soft lockup|hard LOCKUP",
         Cause.HOST,
         "a processor of the node is stuck",
         RESTART_THEN_LEAVE_NODE,
     ),
-    _line(
+    _build_line_sign(
         "hung task",
         r"task \S+ blocked for more than \d+ seconds",
         Cause.HOST,
         "a process was stuck in the kernel",
         RESTART_THEN_LEAVE_NODE,
     ),
-    _line(
+    _build_line_sign(
         "disk",
         r"EXT4-fs error|XFS .*(corrupt|I/O error|shutting down)|Buffer I/O error|I/O error, dev \w+"
         r"|nvme.*(controller is down|timeout, (reset|abort)|Removing after probe failure)",
@@ -294,26 +308,26 @@ KERNEL_LINES = (
         "the node's disk reports errors",
         RESTART_THEN_LEAVE_NODE,
     ),
-    _line(
+    _build_line_sign(
         "EFA",
         r"(?i)\b(efa|rdmap\w*)[ :].*(timeout|timed out|fail|error|reset|unresponsive)",
         Cause.NETWORK,
         "the EFA driver reports errors",
     ),
-    _line(
+    _build_line_sign(
         "network link",
         r"(?i)\bena [^ ]*.*(keep alive watchdog timeout|link is down|reset)|NETDEV WATCHDOG",
         Cause.NETWORK,
         "a network interface of the node failed",
     ),
-    _line(
+    _build_line_sign(
         "memory limit",
         rf"^{MEMORY_LIMIT_REACHED}",
         Cause.OUT_OF_MEMORY,
         "killed by the kernel at the memory limit of the container",
         of_container=True,
     ),
-    _line(
+    _build_line_sign(
         "memory of the node",
         rf"^{NODE_MEMORY_EXHAUSTED}",
         Cause.HOST,
@@ -321,7 +335,7 @@ KERNEL_LINES = (
         RESTART_THEN_LEAVE_NODE,
         of_container=True,
     ),
-    _line(
+    _build_line_sign(
         "out of memory",
         r"(?i)out of memory: killed process|oom-kill:|oom_reaper: reaped process",
         Cause.OUT_OF_MEMORY,
@@ -330,7 +344,7 @@ KERNEL_LINES = (
 )
 """The first that matches counts; the most specific first."""
 
-POD_REASONS = _rows(
+POD_REASONS = _build_signs(
     SignKind.POD_REASON,
     {
         Cause.OUT_OF_MEMORY: "OOMKilled",
@@ -344,17 +358,21 @@ POD_REASONS = _rows(
 )
 
 EVICTIONS = (
-    _eviction("Usage of EmptyDir volume … exceeds the limit …", Cause.LOCAL_STORAGE),
-    _eviction("Container … exceeded its local ephemeral storage limit …", Cause.LOCAL_STORAGE),
-    _eviction("Pod ephemeral local storage usage exceeds the total limit of containers …", Cause.LOCAL_STORAGE),
-    _eviction("The node was low on resource: …", Cause.HOST, "the node ran low on memory, disk, inodes or processes"),
-    _eviction("The node had condition: …", Cause.HOST, "the node is under pressure and admits no pod"),
+    _build_eviction_sign("Usage of EmptyDir volume … exceeds the limit …", Cause.LOCAL_STORAGE),
+    _build_eviction_sign("Container … exceeded its local ephemeral storage limit …", Cause.LOCAL_STORAGE),
+    _build_eviction_sign(
+        "Pod ephemeral local storage usage exceeds the total limit of containers …", Cause.LOCAL_STORAGE
+    ),
+    _build_eviction_sign(
+        "The node was low on resource: …", Cause.HOST, "the node ran low on memory, disk, inodes or processes"
+    ),
+    _build_eviction_sign("The node had condition: …", Cause.HOST, "the node is under pressure and admits no pod"),
 )
 """Messages of pods with the reason Evicted; with any other message the pod was preempted."""
 
 CONDITIONS = (
     Sign(SignKind.CONDITION, "Ready", Cause.HOST, value="KubeletNotReady"),
-    *_rows(
+    *_build_signs(
         SignKind.CONDITION,
         {
             Cause.NODE_LOST: "Ready",
@@ -366,7 +384,7 @@ CONDITIONS = (
     ),
 )
 
-TAINTS = _rows(
+TAINTS = _build_signs(
     SignKind.TAINT,
     {
         Cause.NODE_LOST: "node.kubernetes.io/not-ready node.kubernetes.io/unreachable "
@@ -386,9 +404,9 @@ LABELS = (
     Sign(SignKind.LABEL, _NODE_HEALTH, Cause.DEVICE, value="UnschedulablePendingReplacement"),
 )
 
-DISRUPTIONS = _rows(SignKind.DISRUPTION, {Cause.DEVICE_TAINTED: "DeletionByDeviceTaintManager"})
-DEVICE_TAINTS = _rows(SignKind.DEVICE_TAINT, {Cause.DEVICE_TAINTED: "NoExecute NoSchedule"})
-CLAIM_HEALTH = _rows(SignKind.CLAIM_HEALTH, {Cause.DEVICE: "Unhealthy"})
+DISRUPTIONS = _build_signs(SignKind.DISRUPTION, {Cause.DEVICE_TAINTED: "DeletionByDeviceTaintManager"})
+DEVICE_TAINTS = _build_signs(SignKind.DEVICE_TAINT, {Cause.DEVICE_TAINTED: "NoExecute NoSchedule"})
+CLAIM_HEALTH = _build_signs(SignKind.CLAIM_HEALTH, {Cause.DEVICE: "Unhealthy"})
 
 SILENCE = Sign(SignKind.SILENCE, "no heartbeats, and other evidence that the worker failed", Cause.NODE_LOST)
 

@@ -39,7 +39,7 @@ def parse_presets(family: str, table: str, **traits: Any) -> dict[str, ModelShap
     return shapes
 
 
-def _none(_: Any) -> dict[str, Any]:
+def _return_nothing(_: Any) -> dict[str, Any]:
     return {}
 
 
@@ -53,40 +53,40 @@ class Family:
     """The language model class of `transformers`."""
     defaults: Config = field(default_factory=dict)
     """Defaults of `transformers` for omitted fields; has all fields that not every family has."""
-    traits: Callable[[Config], dict[str, Any]] = _none
+    traits: Callable[[Config], dict[str, Any]] = _return_nothing
     """Convert a `config.json` to the fields of ModelShape that differ from Llama's."""
     fixed: Config = field(default_factory=lambda: {"hidden_act": Activation.SILU.value})
     """Fields of `config.json` for which only this value is computed; None: must be absent, null or false."""
     has_windowed_rope: bool = False
     """Whether layers with a window have a separate rotary embedding."""
-    fields: Callable[[ModelShape], dict[str, Any]] = _none
+    fields: Callable[[ModelShape], dict[str, Any]] = _return_nothing
     """Convert a shape to the fields of `config.json` that not all families have."""
     presets: Mapping[str, ModelShape]
     """Published shapes by name."""
 
 
-def bias_traits(config: Config) -> dict[str, Any]:
+def read_bias(config: Config) -> dict[str, Any]:
     """Return the traits of `attention_bias`, which includes the output projection, and of `mlp_bias`."""
     attention, mlp = config["attention_bias"], config.get("mlp_bias") or False
     return {"attention_bias": attention, "output_bias": attention, "mlp_bias": mlp}
 
 
-def bias_fields(shape: ModelShape) -> dict[str, Any]:
-    """Return the reverse of `bias_traits`."""
+def write_bias(shape: ModelShape) -> dict[str, Any]:
+    """Return the reverse of `read_bias`."""
     return {"attention_bias": shape.attention_bias, "mlp_bias": shape.mlp_bias}
 
 
-def window_traits(config: Config, default_windowed: Sequence[bool]) -> dict[str, Any]:
+def read_window(config: Config, default_windowed: Sequence[bool]) -> dict[str, Any]:
     """Return the traits of an attention window; `default_windowed` names its layers if `layer_types` is missing."""
     size, layer_types = config["sliding_window"], config["layer_types"]
     windowed = [layer_type == SLIDING for layer_type in layer_types] if layer_types else list(default_windowed)
     if size is None or not config.get("use_sliding_window", True) or not any(windowed):
         return {}
-    return {"sliding_window": size, "windowed": shortest_pattern(windowed)}
+    return {"sliding_window": size, "windowed": find_shortest_pattern(windowed)}
 
 
-def window_fields(shape: ModelShape) -> dict[str, Any]:
-    """Return the reverse of `window_traits`."""
+def write_window(shape: ModelShape) -> dict[str, Any]:
+    """Return the reverse of `read_window`."""
     windows = [shape.window_size(number) for number in range(shape.num_layers)]
     return {
         "sliding_window": shape.sliding_window,
@@ -94,19 +94,19 @@ def window_fields(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def optional_window_traits(config: Config) -> dict[str, Any]:
+def read_optional_window(config: Config) -> dict[str, Any]:
     """Return the traits of Qwen's window: only if it is enabled, and only in the upper layers."""
-    return window_traits(config, [n >= config["max_window_layers"] for n in range(config["num_hidden_layers"])])
+    return read_window(config, [n >= config["max_window_layers"] for n in range(config["num_hidden_layers"])])
 
 
-def optional_window_fields(shape: ModelShape) -> dict[str, Any]:
-    """Return the reverse of `optional_window_traits`."""
-    fields = window_fields(shape)
+def write_optional_window(shape: ModelShape) -> dict[str, Any]:
+    """Return the reverse of `read_optional_window`."""
+    fields = write_window(shape)
     types = [*fields["layer_types"], SLIDING]
     return {"use_sliding_window": shape.sliding_window is not None, "max_window_layers": types.index(SLIDING)} | fields
 
 
-def shortest_pattern(values: Sequence[bool]) -> tuple[bool, ...]:
+def find_shortest_pattern(values: Sequence[bool]) -> tuple[bool, ...]:
     """Return the shortest prefix whose repetition gives the values."""
     lengths = range(1, len(values) + 1)
     period = next(n for n in lengths if all(value == values[i % n] for i, value in enumerate(values)))

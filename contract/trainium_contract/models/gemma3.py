@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.models.family import Family, bias_traits, parse_presets, window_fields, window_traits
+from trainium_contract.models.family import Family, parse_presets, read_bias, read_window, write_window
 from trainium_contract.models.shape import (
     Activation,
     ModelShape,
@@ -50,21 +50,21 @@ def _parse(table: str, window: int, scalar: int, stretch: RopeStretch | None = N
     return parse_presets("gemma3_text", table, **sizes, **_WINDOWS, **_TRAITS)
 
 
-def _traits(config: Config) -> dict[str, Any]:
+def _read_traits(config: Config) -> dict[str, Any]:
     pattern = config["sliding_window_pattern"]
-    windows = window_traits(config, [bool((n + 1) % pattern) for n in range(config["num_hidden_layers"])])
+    windows = read_window(config, [bool((n + 1) % pattern) for n in range(config["num_hidden_layers"])])
     multiplier = config["query_pre_attn_scalar"] ** -0.5
-    return _TRAITS | bias_traits(config) | windows | {"attention_multiplier": multiplier}
+    return _TRAITS | read_bias(config) | windows | {"attention_multiplier": multiplier}
 
 
-def _fields(shape: ModelShape) -> dict[str, Any]:
+def _write_fields(shape: ModelShape) -> dict[str, Any]:
     windowed = shape.windowed_rope or WindowedRope()
     scalar = shape.head_dim if shape.attention_multiplier is None else round(shape.attention_multiplier**-2)
     return {
         "attention_bias": shape.attention_bias,
         "query_pre_attn_scalar": scalar,
         "rope_local_base_freq": windowed.theta or shape.rope_theta,
-    } | window_fields(shape)
+    } | write_window(shape)
 
 
 FAMILY = Family(
@@ -88,7 +88,7 @@ FAMILY = Family(
         "sliding_window_pattern": 6,
         "layer_types": None,
     },
-    traits=_traits,
+    traits=_read_traits,
     fixed={
         "hidden_activation": Activation.GELU_TANH.value,
         "final_logit_softcapping": None,
@@ -96,6 +96,6 @@ FAMILY = Family(
         "use_bidirectional_attention": None,
     },
     has_windowed_rope=True,
-    fields=_fields,
+    fields=_write_fields,
     presets=_parse(_SMALL, 512, 256) | _parse(_LARGE, 1024, 256, _STRETCH) | _parse(_LARGEST, 1024, 168, _STRETCH),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainium_contract.models.family import BIASES, Family, bias_fields, bias_traits, parse_presets
+from trainium_contract.models.family import BIASES, Family, parse_presets, read_bias, write_bias
 
 _MULTIPLIERS = {
     "embedding_multiplier": "embedding_multiplier",
@@ -19,8 +19,8 @@ FAMILY = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
     defaults={**BIASES, **dict.fromkeys(_MULTIPLIERS, 1.0)},
-    traits=lambda config: bias_traits(config) | {ours: config[theirs] for theirs, ours in _MULTIPLIERS.items()},
-    fields=lambda shape: bias_fields(shape) | {theirs: getattr(shape, ours) for theirs, ours in _MULTIPLIERS.items()},
+    traits=lambda config: read_bias(config) | {ours: config[theirs] for theirs, ours in _MULTIPLIERS.items()},
+    fields=lambda shape: write_bias(shape) | {theirs: getattr(shape, ours) for theirs, ours in _MULTIPLIERS.items()},
     presets={
         **parse_presets("granite", _2B, attention_multiplier=1 / 64, logits_divisor=8.0, **_SCALES),
         **parse_presets("granite", _8B, attention_multiplier=1 / 128, logits_divisor=16.0, **_SCALES),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainium_contract.models.family import BIASES, Family, bias_fields, bias_traits, parse_presets
+from trainium_contract.models.family import BIASES, Family, parse_presets, read_bias, write_bias
 from trainium_contract.models.shape import RopeScalingKind, RopeStretch
 
 _PLAIN = """
@@ -23,7 +23,7 @@ Llama3.2-1B        128_256  2048    8192  16  32   8   64  500_000  131_072  1e-
 """
 
 
-def _stretch(factor: float) -> RopeStretch:
+def _read_stretch(factor: float) -> RopeStretch:
     return RopeStretch(
         kind=RopeScalingKind.LLAMA3,
         factor=factor,
@@ -37,11 +37,11 @@ FAMILY = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     defaults=BIASES,
-    traits=bias_traits,
-    fields=bias_fields,
+    traits=read_bias,
+    fields=write_bias,
     presets={
         **parse_presets("llama", _PLAIN),
-        **parse_presets("llama", _LLAMA31, rope_stretch=_stretch(8.0)),
-        **parse_presets("llama", _LLAMA32, rope_stretch=_stretch(32.0)),
+        **parse_presets("llama", _LLAMA31, rope_stretch=_read_stretch(8.0)),
+        **parse_presets("llama", _LLAMA32, rope_stretch=_read_stretch(32.0)),
     },
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.models.family import Family, parse_presets, window_fields, window_traits
+from trainium_contract.models.family import Family, parse_presets, read_window, write_window
 
 if TYPE_CHECKING:
     from trainium_contract.models.family import Config
@@ -22,7 +22,7 @@ Mistral-Nemo-12B   131_072  5120  14_336  40  32  8  128   1_000_000  131_072  1
 """
 
 
-def _ministral3_traits(config: Config) -> dict[str, Any]:
+def _read_ministral3_traits(config: Config) -> dict[str, Any]:
     rope = config["rope_scaling"] or config["rope_parameters"] or {}
     return {"sliding_window": config["sliding_window"], "query_growth": rope.get("llama_4_scaling_beta")}
 
@@ -39,8 +39,8 @@ MINISTRAL = Family(
     model_type="ministral",
     architecture="MinistralForCausalLM",
     defaults=_DEFAULTS | {"layer_types": None},
-    traits=lambda config: window_traits(config, [True]),
-    fields=window_fields,
+    traits=lambda config: read_window(config, [True]),
+    fields=write_window,
     presets={},
 )
 MINISTRAL3 = Family(
@@ -62,7 +62,7 @@ MINISTRAL3 = Family(
             "llama_4_scaling_beta": 0.1,
         },
     },
-    traits=_ministral3_traits,
+    traits=_read_ministral3_traits,
     fields=lambda shape: {"sliding_window": shape.sliding_window},
     presets={},
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.models.family import Family, bias_traits, parse_presets, window_fields, window_traits
+from trainium_contract.models.family import Family, parse_presets, read_bias, read_window, write_window
 from trainium_contract.models.shape import (
     NormPlacement,
     QueryKeyNorm,
@@ -46,17 +46,17 @@ _WINDOWS: dict[str, Any] = {
 }
 
 
-def _olmo3_traits(config: Config) -> dict[str, Any]:
+def _read_olmo3_traits(config: Config) -> dict[str, Any]:
     layers = range(config["num_hidden_layers"])
-    windows = window_traits(config, [_PATTERN[number % len(_PATTERN)] for number in layers])
-    return _TRAITS | bias_traits(config) | windows
+    windows = read_window(config, [_PATTERN[number % len(_PATTERN)] for number in layers])
+    return _TRAITS | read_bias(config) | windows
 
 
 OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
     defaults=_DEFAULTS,
-    traits=lambda config: _TRAITS | bias_traits(config),
+    traits=lambda config: _TRAITS | read_bias(config),
     fields=lambda shape: {"attention_bias": shape.attention_bias},
     presets=parse_presets("olmo2", _PRESETS2, **_TRAITS),
 )
@@ -64,8 +64,8 @@ OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
     defaults=_DEFAULTS | {"sliding_window": 4096, "layer_types": None, "rope_theta": 500_000.0},
-    traits=_olmo3_traits,
+    traits=_read_olmo3_traits,
     has_windowed_rope=True,
-    fields=lambda shape: {"attention_bias": shape.attention_bias} | window_fields(shape),
+    fields=lambda shape: {"attention_bias": shape.attention_bias} | write_window(shape),
     presets=parse_presets("olmo3", _PRESETS3, **_TRAITS, **_WINDOWS),
 )

@@ -95,33 +95,37 @@ def layer_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
     """Return the parameters of one layer by their names within it; all layers have the same."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    parameters = [] if shape.norm_placement is NormPlacement.OUTPUTS else [_norm(shape, "input_layernorm")]
+    parameters = [] if shape.norm_placement is NormPlacement.OUTPUTS else [_build_norm(shape, "input_layernorm")]
     for projection, outputs, unit in (
         ("q", query, Unit.QUERY_HEADS),
         ("k", key_value, Unit.KEY_VALUE_HEADS),
         ("v", key_value, Unit.KEY_VALUE_HEADS),
     ):
-        parameters += _columns(f"self_attn.{projection}_proj", (outputs, hidden), unit, bias=shape.attention_bias)
-    parameters += _rows("self_attn.o_proj", (hidden, query), Unit.QUERY_HEADS, bias=shape.output_bias)
+        parameters += _build_column_parallel(
+            f"self_attn.{projection}_proj", (outputs, hidden), unit, bias=shape.attention_bias
+        )
+    parameters += _build_row_parallel("self_attn.o_proj", (hidden, query), Unit.QUERY_HEADS, bias=shape.output_bias)
     parameters += _query_key_norms(shape)
-    parameters.append(_norm(shape, "post_attention_layernorm"))
+    parameters.append(_build_norm(shape, "post_attention_layernorm"))
     for projection in ("gate", "up"):
-        parameters += _columns(f"mlp.{projection}_proj", (inner, hidden), Unit.FEATURES, bias=shape.mlp_bias)
-    parameters += _rows("mlp.down_proj", (hidden, inner), Unit.FEATURES, bias=shape.mlp_bias)
+        parameters += _build_column_parallel(
+            f"mlp.{projection}_proj", (inner, hidden), Unit.FEATURES, bias=shape.mlp_bias
+        )
+    parameters += _build_row_parallel("mlp.down_proj", (hidden, inner), Unit.FEATURES, bias=shape.mlp_bias)
     if shape.norm_placement is NormPlacement.BOTH:
-        parameters.append(_norm(shape, "pre_feedforward_layernorm"))
+        parameters.append(_build_norm(shape, "pre_feedforward_layernorm"))
     if shape.norm_placement is not NormPlacement.INPUTS:
-        parameters.append(_norm(shape, "post_feedforward_layernorm"))
+        parameters.append(_build_norm(shape, "post_feedforward_layernorm"))
     return {parameter.name: parameter for parameter in parameters}
 
 
-def _columns(module: str, size: tuple[int, int], unit: Unit, *, bias: bool) -> list[Parameter]:
+def _build_column_parallel(module: str, size: tuple[int, int], unit: Unit, *, bias: bool) -> list[Parameter]:
     """Return the parameters of a projection whose outputs are divided."""
     parameters = [Parameter(f"{module}.weight", size, 0, unit)]
     return [*parameters, Parameter(f"{module}.bias", size[:1], 0, unit, Initial.ZEROS)] if bias else parameters
 
 
-def _rows(module: str, size: tuple[int, int], unit: Unit, *, bias: bool) -> list[Parameter]:
+def _build_row_parallel(module: str, size: tuple[int, int], unit: Unit, *, bias: bool) -> list[Parameter]:
     """Return the parameters of a projection whose inputs are divided, at the end of a residual branch."""
     parameters = [Parameter(f"{module}.weight", size, 1, unit, Initial.RESIDUAL)]
     return (
@@ -131,7 +135,7 @@ def _rows(module: str, size: tuple[int, int], unit: Unit, *, bias: bool) -> list
 
 def _query_key_norms(shape: ModelShape) -> list[Parameter]:
     parameters = []
-    initial = _initial_norm(shape)
+    initial = _choose_initial_norm(shape)
     for projection, heads, unit in (
         ("q", shape.num_attention_heads, Unit.QUERY_HEADS),
         ("k", shape.num_key_value_heads, Unit.KEY_VALUE_HEADS),
@@ -145,11 +149,11 @@ def _query_key_norms(shape: ModelShape) -> list[Parameter]:
     return parameters
 
 
-def _norm(shape: ModelShape, module: str) -> Parameter:
-    return Parameter(f"{module}.weight", (shape.hidden_size,), initial=_initial_norm(shape))
+def _build_norm(shape: ModelShape, module: str) -> Parameter:
+    return Parameter(f"{module}.weight", (shape.hidden_size,), initial=_choose_initial_norm(shape))
 
 
-def _initial_norm(shape: ModelShape) -> Initial:
+def _choose_initial_norm(shape: ModelShape) -> Initial:
     return Initial.ZEROS if shape.has_centered_norms else Initial.ONES
 
 
@@ -157,7 +161,7 @@ def _initial_norm(shape: ModelShape) -> Initial:
 def non_layer_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
     """Return the parameters outside the layers by name; a tied model has no separate output projection."""
     embedding = Parameter(EMBEDDING, (shape.vocab_size, shape.hidden_size), 0)
-    parameters = {EMBEDDING: embedding, "model.norm.weight": _norm(shape, "model.norm")}
+    parameters = {EMBEDDING: embedding, "model.norm.weight": _build_norm(shape, "model.norm")}
     return parameters if shape.tie_embeddings else parameters | {HEAD: replace(embedding, name=HEAD)}
 
 

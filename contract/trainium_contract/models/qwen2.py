@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainium_contract.models.family import Family, optional_window_fields, optional_window_traits, parse_presets
+from trainium_contract.models.family import Family, parse_presets, read_optional_window, write_optional_window
 
 _QWEN25 = """
 Qwen2.5-0.5B       151_936   896    4864  24  14  2   64  1_000_000   32_768  1e-6  tied
@@ -25,7 +25,7 @@ FAMILY = Family(
         "num_key_value_heads": 32,
         "max_position_embeddings": 32_768,
     },
-    traits=lambda config: {"attention_bias": True} | optional_window_traits(config),
-    fields=optional_window_fields,
+    traits=lambda config: {"attention_bias": True} | read_optional_window(config),
+    fields=write_optional_window,
     presets=parse_presets("qwen2", _QWEN25, attention_bias=True),
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from trainium_contract.models.family import (
     Family,
-    bias_traits,
-    optional_window_fields,
-    optional_window_traits,
     parse_presets,
+    read_bias,
+    read_optional_window,
+    write_optional_window,
 )
 from trainium_contract.models.shape import QueryKeyNorm
 
@@ -33,9 +33,7 @@ FAMILY = Family(
         "num_key_value_heads": 32,
         "max_position_embeddings": 32_768,
     },
-    traits=lambda config: (
-        {"query_key_norm": QueryKeyNorm.EACH_HEAD} | bias_traits(config) | optional_window_traits(config)
-    ),
-    fields=lambda shape: {"attention_bias": shape.attention_bias} | optional_window_fields(shape),
+    traits=lambda config: {"query_key_norm": QueryKeyNorm.EACH_HEAD} | read_bias(config) | read_optional_window(config),
+    fields=lambda shape: {"attention_bias": shape.attention_bias} | write_optional_window(shape),
     presets=parse_presets("qwen3", _QWEN3, query_key_norm=QueryKeyNorm.EACH_HEAD),
 )

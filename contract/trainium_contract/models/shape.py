@@ -81,7 +81,7 @@ class WindowedRope:
     stretch: RopeStretch | None = None
 
 
-def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
+def compute_yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
     """Return the attention factor that YaRN's paper recommends (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
@@ -158,12 +158,12 @@ class ModelShape:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for digests, logs and checkpoints."""
-        values = _fields_to_write(self, {"rope_stretch", "initial_std"})
+        values = _select_fields_to_write(self, {"rope_stretch", "initial_std"})
         values |= {name: list(values[name]) for name in _PATTERNS if name in values}
         if self.rope_stretch is not None:
-            values["rope_stretch"] = _fields_to_write(self.rope_stretch, _ALWAYS_OF_STRETCH)
+            values["rope_stretch"] = _select_fields_to_write(self.rope_stretch, _ALWAYS_OF_STRETCH)
         if (windowed := self.windowed_rope) is not None:
-            stretch = windowed.stretch and _fields_to_write(windowed.stretch, _ALWAYS_OF_STRETCH)
+            stretch = windowed.stretch and _select_fields_to_write(windowed.stretch, _ALWAYS_OF_STRETCH)
             values["windowed_rope"] = {"theta": windowed.theta, "stretch": stretch}
         return values
 
@@ -189,7 +189,7 @@ def _parse_stretch(values: dict[str, Any] | None) -> RopeStretch | None:
     return None if values is None else RopeStretch(**values | {"kind": RopeScalingKind(values["kind"])})
 
 
-def _fields_to_write(instance: ModelShape | RopeStretch, always: set[str]) -> dict[str, Any]:
+def _select_fields_to_write(instance: ModelShape | RopeStretch, always: set[str]) -> dict[str, Any]:
     """Return the fields by name; of those with a default only differing ones, and those in `always`."""
     values = {field.name: getattr(instance, field.name) for field in fields(instance)}
     return {

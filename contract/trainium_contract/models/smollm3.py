@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.models.family import (
     BIASES,
     Family,
-    bias_fields,
-    bias_traits,
+    find_shortest_pattern,
     parse_presets,
-    shortest_pattern,
-    window_fields,
-    window_traits,
+    read_bias,
+    read_window,
+    write_bias,
+    write_window,
 )
 
 if TYPE_CHECKING:
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 _SMOLLM3 = "SmolLM3-3B  128_256  2048  11_008  36  16  4  128  5_000_000  65_536  1e-6  tied"
 
 
-def _traits(config: Config) -> dict[str, Any]:
+def _read_traits(config: Config) -> dict[str, Any]:
     count, interval = config["num_hidden_layers"], config["no_rope_layer_interval"]
     default_rotated = [int((number + 1) % interval != 0) for number in range(count)]
     rotated = [bool(flag) for flag in (config["no_rope_layers"] or default_rotated)[:count]]
     return (
-        bias_traits(config) | {"rotated": shortest_pattern(rotated)} | window_traits(config, [not r for r in rotated])
+        read_bias(config) | {"rotated": find_shortest_pattern(rotated)} | read_window(config, [not r for r in rotated])
     )
 
 
-def _fields(shape: ModelShape) -> dict[str, Any]:
+def _write_fields(shape: ModelShape) -> dict[str, Any]:
     rotated = [int(shape.is_rotated(number)) for number in range(shape.num_layers)]
-    window = {"use_sliding_window": shape.sliding_window is not None} | window_fields(shape)
-    return bias_fields(shape) | {"no_rope_layers": rotated} | window
+    window = {"use_sliding_window": shape.sliding_window is not None} | write_window(shape)
+    return write_bias(shape) | {"no_rope_layers": rotated} | window
 
 
 FAMILY = Family(
@@ -53,7 +53,7 @@ FAMILY = Family(
         "rope_theta": 2_000_000.0,
         "tie_word_embeddings": True,
     },
-    traits=_traits,
-    fields=_fields,
+    traits=_read_traits,
+    fields=_write_fields,
     presets=parse_presets("smollm3", _SMOLLM3, rotated=(True, True, True, False)),
 )

@@ -42,7 +42,7 @@ class Fact:
     """Text after the value that deserves attention."""
 
 
-def job_facts(view: JobView, *, ages: bool = True, with_bar: bool = False) -> tuple[Fact, ...]:
+def list_job_facts(view: JobView, *, ages: bool = True, with_bar: bool = False) -> tuple[Fact, ...]:
     """Describe the job's state; without `ages` by points in time.
 
     A live page then changes only when the job does.
@@ -50,17 +50,17 @@ def job_facts(view: JobView, *, ages: bool = True, with_bar: bool = False) -> tu
     checkpoints = view.checkpoints
     notice = "" if checkpoints.notice in view.advice else checkpoints.notice
     return (
-        _phase_fact(view, ages=ages),
-        Fact("Progress", _progress(view, ages=ages, with_bar=with_bar)),
-        Fact("Speed", _speed(view)),
+        _build_phase_fact(view, ages=ages),
+        Fact("Progress", _describe_progress(view, ages=ages, with_bar=with_bar)),
+        Fact("Speed", _describe_speed(view)),
         Fact("Size", _size(view)),
-        Fact("Workers", _workers(view)),
-        *(Fact("Role", _role(role), role.message) for role in view.roles if not view.ended),
-        Fact("Hangs", _HANG_DETECTION.get(view.status.text("hangDetection"), "")),
-        Fact("Checkpoint", _checkpoint(view, ages=ages) if view.phase else ""),
+        Fact("Workers", _describe_workers(view)),
+        *(Fact("Role", _describe_role(role), role.message) for role in view.roles if not view.ended),
+        Fact("Hangs", _HANG_DETECTION.get(view.status.read_text("hangDetection"), "")),
+        Fact("Checkpoint", _describe_checkpoint(view, ages=ages) if view.phase else ""),
         Fact("", "", notice),
         Fact("Goodput", format_goodput(view.goodput) if view.goodput.ratio is not None else ""),
-        Fact("Interrupted", _interrupted(view)),
+        Fact("Interrupted", _describe_interruption(view)),
         *(Fact("Alert", "", f"{alert.kind}: {alert.text}") for alert in view.alerts),
     )
 
@@ -83,25 +83,25 @@ def format_bar(part: float, width: int) -> str:
     return "━" * full + "╌" * (width - full)
 
 
-def _phase_fact(view: JobView, *, ages: bool) -> Fact:
+def _build_phase_fact(view: JobView, *, ages: bool) -> Fact:
     parts = [view.phase or "no status yet"]
     if view.stage and view.stage != "Train":
         parts.append(f"{view.stage} {format_percent(view.stage_share)}")
-    if view.phase == "Pending" and (wait := _pending_reason(view)):
+    if view.phase == "Pending" and (wait := _describe_pending(view)):
         parts.append(wait)
-    warnings = [f"(no news {_age_of_news(view, ages=ages)})"] if view.stale else []
+    warnings = [f"(no news {_describe_age(view, ages=ages)})"] if view.stale else []
     if view.outdated and view.phase:
         warnings.append("(the operator has not answered the newest spec yet)")
     return Fact("Phase", ", ".join(parts), "  ".join(warnings))
 
 
-def _age_of_news(view: JobView, *, ages: bool) -> str:
+def _describe_age(view: JobView, *, ages: bool) -> str:
     if ages or view.written_at is None:
         return f"for {view.written_seconds_ago or 0.0:.0f} s"
     return f"since {format_utc(view.written_at)} UTC"
 
 
-def _pending_reason(view: JobView) -> str:
+def _describe_pending(view: JobView) -> str:
     """Return what a job that has not started waits for, if no action is required."""
     pods = next((condition for condition in view.conditions if condition.type == "PodsReady"), None)
     if pods is None:
@@ -111,7 +111,7 @@ def _pending_reason(view: JobView) -> str:
     return pods.message.rstrip(" .") if pods.reason == "WaitingForWorkers" else ""
 
 
-def _progress(view: JobView, *, ages: bool, with_bar: bool) -> str:
+def _describe_progress(view: JobView, *, ages: bool, with_bar: bool) -> str:
     if view.share is None:
         return step_text(view, ages=ages) if view.step else ""
     drawn = f"{format_bar(view.share, _BAR)}  " if with_bar else ""
@@ -120,7 +120,7 @@ def _progress(view: JobView, *, ages: bool, with_bar: bool) -> str:
     return f"{drawn}{100 * view.share:.1f} %  {step_text(view, ages=ages)}{left}"
 
 
-def _speed(view: JobView) -> str:
+def _describe_speed(view: JobView) -> str:
     parts = [f"loss {format_number(view.loss, 5)}"] if view.loss is not None else []
     parts += [f"{100 * view.reward_accuracy:.0f} % preferred"] if view.reward_accuracy is not None else []
     if not view.stale:
@@ -142,7 +142,7 @@ def _size(view: JobView) -> str:
     return ", ".join(parts)
 
 
-def _workers(view: JobView) -> str:
+def _describe_workers(view: JobView) -> str:
     if view.workers is None:
         return f"{view.training} train" if view.phase else ""
     parts = [f"{view.training} train"] if view.size else []
@@ -153,14 +153,14 @@ def _workers(view: JobView) -> str:
     return "; ".join(parts) + more
 
 
-def _role(role: RoleView) -> str:
+def _describe_role(role: RoleView) -> str:
     parts = [f"{role.name}: {role.ready} of {pluralize(role.replicas, 'pod')} ready"]
     parts += [f"training waits for {role.min_ready}"] if role.ready < role.min_ready and role.replicas else []
     parts += [f"{role.restarts} replaced"] if role.restarts else []
     return ", ".join(parts)
 
 
-def _checkpoint(view: JobView, *, ages: bool) -> str:
+def _describe_checkpoint(view: JobView, *, ages: bool) -> str:
     durable, memory = view.checkpoints.durable_step, view.checkpoints.memory_step
     if not view.has_known_checkpoints:
         return "not known: spec.program.checkpoints is not given"
@@ -182,7 +182,7 @@ def format_goodput(goodput: GoodputView) -> str:
     return f"{format_percent(goodput.ratio)} of {format_duration(goodput.wall_seconds)}{lost}"
 
 
-def _interrupted(view: JobView) -> str:
+def _describe_interruption(view: JobView) -> str:
     if not view.phase:
         return ""
     causes = ", ".join(f"{cause} {int(n)}" for cause, n in sorted(view.restarts_by_cause.items()))

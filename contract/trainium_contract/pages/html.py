@@ -56,16 +56,16 @@ class Link:
     path: str
 
 
-def csp_digest(content: str) -> str:
+def compute_csp_digest(content: str) -> str:
     """Return the digest of a style or a script as a Content-Security-Policy names it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-FILE_POLICY = f"default-src 'none'; style-src {csp_digest(STYLE)}"
+FILE_POLICY = f"default-src 'none'; style-src {compute_csp_digest(STYLE)}"
 """Content policy of a page that is a file: nothing is loaded, and nothing runs."""
 
 
-def document(title: str, body: str, *, script: str = "") -> str:
+def render_document(title: str, body: str, *, script: str = "") -> str:
     """Render a page; with a script the server must send a policy, a file carries its own."""
     policy = "" if script else f'<meta http-equiv="Content-Security-Policy" content="{FILE_POLICY}">'
     run = f"<script>{script}</script>" if script else ""
@@ -76,19 +76,19 @@ def document(title: str, body: str, *, script: str = "") -> str:
     )
 
 
-def section(name: str, content: str) -> str:
+def render_section(name: str, content: str) -> str:
     """Render a part of a page that a live page updates by its name; an empty part keeps its place."""
     return f'<section id="{name}">{content}</section>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str | Link]]) -> str:
+def render_table(head: Sequence[str], rows: Iterable[Sequence[str | Link]]) -> str:
     """Render a table that scrolls if it is too wide."""
     titles = "".join(f"<th>{escape(heading)}</th>" for heading in head)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(_render_cell, row))}</tr>" for row in rows)
     return f"<div class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
-def _cell(value: str | Link) -> str:
+def _render_cell(value: str | Link) -> str:
     if isinstance(value, Link):
         return f'<td><a href="{escape(value.path)}">{escape(value.words)}</a></td>'
     return f"<td{' class=short' if len(value) <= _MAX_UNWRAPPED_CHARACTERS else ''}>{escape(value)}</td>"

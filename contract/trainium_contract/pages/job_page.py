@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from trainium_contract.pages.facts import job_facts
+from trainium_contract.pages.facts import list_job_facts
 from trainium_contract.pages.formatting import (
     format_bytes,
     format_duration,
@@ -22,9 +22,9 @@ from trainium_contract.pages.formatting import (
     pluralize,
     shorten,
 )
-from trainium_contract.pages.html import document, section, table
+from trainium_contract.pages.html import render_document, render_section, render_table
 from trainium_contract.pages.live import LIVE_SCRIPT
-from trainium_contract.pages.node_map import node_map_html
+from trainium_contract.pages.node_map import render_node_map
 from trainium_contract.pages.svg import (
     BAD,
     COLOURS,
@@ -105,52 +105,54 @@ class JobReport:
 
 def report_html(report: JobReport, now: float) -> str:
     """Render the page as a file."""
-    return document(_title(report.view), f"<main>{_render_sections(report, now)}</main>")
+    return render_document(_format_title(report.view), f"<main>{_render_sections(report, now)}</main>")
 
 
-def live_job_html(report: JobReport, now: float, *, jobs: str = "") -> str:
+def render_live_job(report: JobReport, now: float, *, jobs: str = "") -> str:
     """Render the page for a server that sends `live.HEADERS`; `jobs` is the path of the list of jobs."""
     back = f'<p><a href="{escape(jobs)}">all jobs</a></p>' if jobs else ""
     body = f"{back}<p class=bad id=quiet hidden></p><main>{_render_sections(report, now)}</main>"
-    return document(_title(report.view), body, script=LIVE_SCRIPT)
+    return render_document(_format_title(report.view), body, script=LIVE_SCRIPT)
 
 
-def _title(view: JobView) -> str:
+def _format_title(view: JobView) -> str:
     return f"{view.namespace}/{view.name}"
 
 
 def _render_sections(report: JobReport, now: float) -> str:
     view = report.view
     return "".join([
-        section("job", f"<h1>{escape(_title(view))}</h1><p class=soft>{escape(view.model)}</p>"),
-        section("as-of", f"<p class=soft>as of {format_utc(now)} UTC</p>"),
-        section("advice", advice_html(view)),
-        section("facts", facts_html(view) + _logs_html(view)),
-        section("curve", _curve_section(report)),
-        section("time", _goodput_section(report)),
-        section("history", _history_section(report, now)),
-        section("times", _timeline_section(report, now)),
-        section("workers", _workers_section(report)),
-        section("nodes", node_map_html(report.pods, report.entries, report.ranks_by_pod, MAX_ROWS)),
-        section("checkpoints", _checkpoints_section(report)),
-        section("results", _results_section(view)),
-        section("events", _events_section(view)),
-        section("notes", _notes_section(report)),
+        render_section("job", f"<h1>{escape(_format_title(view))}</h1><p class=soft>{escape(view.model)}</p>"),
+        render_section("as-of", f"<p class=soft>as of {format_utc(now)} UTC</p>"),
+        render_section("advice", render_advice(view)),
+        render_section("facts", render_facts(view) + _render_log_commands(view)),
+        render_section("curve", _render_curve(report)),
+        render_section("time", _render_goodput(report)),
+        render_section("history", _render_history(report, now)),
+        render_section("times", _render_timeline_section(report, now)),
+        render_section("workers", _render_workers(report)),
+        render_section("nodes", render_node_map(report.pods, report.entries, report.ranks_by_pod, MAX_ROWS)),
+        render_section("checkpoints", _render_checkpoints(report)),
+        render_section("results", _render_results(view)),
+        render_section("events", _render_events(view)),
+        render_section("notes", _render_notes(report)),
     ])  # fmt: skip
 
 
-def advice_html(view: JobView) -> str:
+def render_advice(view: JobView) -> str:
     """Render the advice; empty if there is none."""
     return "".join(f"<p class=bad>{escape(restore_lines(item))}</p>" for item in view.advice)
 
 
-def facts_html(view: JobView) -> str:
+def render_facts(view: JobView) -> str:
     """Render the job's state in a few lines."""
-    rows = [(fact.label, " ".join(filter(None, (fact.value, fact.warning)))) for fact in job_facts(view, ages=False)]
+    rows = [
+        (fact.label, " ".join(filter(None, (fact.value, fact.warning)))) for fact in list_job_facts(view, ages=False)
+    ]
     return f"<dl>{''.join(f'<dt>{escape(label)}</dt><dd>{escape(value)}</dd>' for label, value in rows if value)}</dl>"
 
 
-def _curve_section(report: JobReport) -> str:
+def _render_curve(report: JobReport) -> str:
     marks = [(entry.step_before, f"{entry.cause} -> {entry.response}, after step {entry.step_before}")
              for entry in report.entries if entry.step_before is not None]  # fmt: skip
     legend = ["by step"]
@@ -163,10 +165,10 @@ def _curve_section(report: JobReport) -> str:
         legend.append("interrupted where steps are missing")
     chart = draw_loss_chart(report.curve, marks)
     loss = f"<h2>Loss</h2>{chart}<p class=soft>{escape('; '.join(legend))}</p>" if chart else ""
-    return loss + "".join(_small_chart(label, report.curve, field, marks) for label, field in _SMALL_CHARTS)
+    return loss + "".join(_render_small_chart(label, report.curve, field, marks) for label, field in _SMALL_CHARTS)
 
 
-def _small_chart(label: str, curve: Sequence[CurvePoint], field: str, marks: Sequence[tuple[int, str]]) -> str:
+def _render_small_chart(label: str, curve: Sequence[CurvePoint], field: str, marks: Sequence[tuple[int, str]]) -> str:
     """Render another figure of the steps; empty if fewer than two have it."""
     points = [(point.step, value) for point in curve if (value := getattr(point, field)) is not None]
     if len(points) < 2:
@@ -174,13 +176,13 @@ def _small_chart(label: str, curve: Sequence[CurvePoint], field: str, marks: Seq
     return f"<h3>{label}</h3>{draw_line_chart(points, marks, label, height=_SMALL_HEIGHT)}"
 
 
-def _logs_html(view: JobView) -> str:
+def _render_log_commands(view: JobView) -> str:
     """Render the commands that show the log of a rank and the reason of the last interruption."""
     job = escape(f"{view.name} -n {view.namespace}")
     return f"<p class=soft>Logs: <code>kubectl trn logs {job}</code>, <code>kubectl trn why {job}</code></p>"
 
 
-def _goodput_section(report: JobReport) -> str:
+def _render_goodput(report: JobReport) -> str:
     goodput = report.view.goodput
     if goodput.ratio is None:
         return ""
@@ -192,7 +194,7 @@ def _goodput_section(report: JobReport) -> str:
     return f"<h2>Where the time went</h2>{draw_share_bar(parts)}{lost}"
 
 
-def _history_section(report: JobReport, now: float) -> str:
+def _render_history(report: JobReport, now: float) -> str:
     if not report.entries:
         return "<h2>Interruptions</h2><p class=soft>Nothing has interrupted this job.</p>"
     spans: dict[str, list[Span]] = {}
@@ -213,7 +215,7 @@ def _history_section(report: JobReport, now: float) -> str:
     times = [time for row in spans.values() for span in row for time in (span.since, span.until)] or [now]
     margin = max(30.0, (max(times) - min(times)) * 0.05)
     drawn = draw_timeline(min(times) - margin, max(times) + margin, tuple(spans.items()), "Interruptions by time")
-    return f"<h2>Interruptions</h2>{drawn}{table(head, rows)}"
+    return f"<h2>Interruptions</h2>{drawn}{render_table(head, rows)}"
 
 
 def _time_range(report: JobReport, now: float) -> tuple[float, float]:
@@ -226,7 +228,7 @@ def _time_range(report: JobReport, now: float) -> tuple[float, float]:
     return begin, end if view.ended_at is not None else begin + math.ceil((end - begin) / step) * step
 
 
-def _timeline_section(report: JobReport, now: float) -> str:
+def _render_timeline_section(report: JobReport, now: float) -> str:
     begin, end = _time_range(report, now)
     workers = build_timeline(
         report.entries,
@@ -255,11 +257,11 @@ def _render_timeline(workers: Timeline, begin: float, end: float) -> str:
         for state in WorkerState
         if state in states
     )
-    notes = "".join(f"<p class=soft>{escape(note)}</p>" for note in (_omitted_note(workers), _NOT_RECORDED) if note)
+    notes = "".join(f"<p class=soft>{escape(note)}</p>" for note in (_describe_omitted(workers), _NOT_RECORDED) if note)
     return f'<h2>Who was what when</h2>{drawn}<p class="legend">{"".join(keys)}</p>{notes}'
 
 
-def _omitted_note(workers: Timeline) -> str:
+def _describe_omitted(workers: Timeline) -> str:
     parts = [
         f"{pluralize(workers.quiet, 'member')} to which nothing happened that is recorded" if workers.quiet else "",
         pluralize(workers.left_out, "other worker") if workers.left_out else "",
@@ -268,10 +270,10 @@ def _omitted_note(workers: Timeline) -> str:
     return f"… and {text}." if text else ""
 
 
-def _workers_section(report: JobReport) -> str:
+def _render_workers(report: JobReport) -> str:
     members, ranks = report.members, report.ranks_by_pod
     known = members is not None
-    cells = [_pod_square(pod, ranks.get(pod.name, "") if known else None) for pod in report.pods[:MAX_ROWS]]
+    cells = [_build_pod_square(pod, ranks.get(pod.name, "") if known else None) for pod in report.pods[:MAX_ROWS]]
     drawn = draw_squares(cells, "Workers by state")
     legend = "; ".join(filter(None, (_count_by_role(report.view), _KEY)))
     shown = f"<h2>Workers</h2>{drawn}<p class=soft>{escape(legend)}</p>" if drawn else ""
@@ -281,11 +283,11 @@ def _workers_section(report: JobReport) -> str:
         title = f"Who {verb} (generation {members.generation})"
         left = len(members.rows) - len(rows)
         more = f"<p class=soft>… and {left} more</p>" if left else ""
-        shown += f"<h2>{title}</h2>{table(('Ranks', 'Worker', 'Node'), rows)}{more}"
+        shown += f"<h2>{title}</h2>{render_table(('Ranks', 'Worker', 'Node'), rows)}{more}"
     return shown
 
 
-def _pod_square(pod: PodRow, ranks: str | None) -> Square:
+def _build_pod_square(pod: PodRow, ranks: str | None) -> Square:
     """Return the square of a pod; `ranks` is empty for a pod that is not a member, None if that is not known."""
     well = pod.state in {"Running", "Completed"}
     colour = WAITING if pod.state == "Pending" else BAD if not well else OTHER if ranks == "" else GOOD
@@ -301,19 +303,18 @@ def _count_by_role(view: JobView) -> str:
                      for name, counts in parts if counts)  # fmt: skip
 
 
-def _checkpoints_section(report: JobReport) -> str:
+def _render_checkpoints(report: JobReport) -> str:
     if not report.checkpoints:
         return ""
     rows = [
         (row.name, row.state, format_utc(row.created) or "-", format_bytes(row.bytes), row.world, row.problem)
         for row in report.checkpoints
     ]
-    return (
-        f"<h2>Checkpoints on storage</h2>{table(('Name', 'State', 'Written (UTC)', 'Size', 'Ranks', 'Problem'), rows)}"
-    )
+    table = render_table(("Name", "State", "Written (UTC)", "Size", "Ranks", "Problem"), rows)
+    return f"<h2>Checkpoints on storage</h2>{table}"
 
 
-def _results_section(view: JobView) -> str:
+def _render_results(view: JobView) -> str:
     artifacts = [
         (item.kind, str(item.step), item.path, format_bytes(item.bytes), item.digest) for item in view.artifacts
     ]
@@ -323,9 +324,9 @@ def _results_section(view: JobView) -> str:
     ]
     shown = ""
     if artifacts:
-        shown += f"<h2>Artifacts</h2>{table(('Kind', 'Step', 'Path', 'Size', 'Digest'), artifacts)}"
+        shown += f"<h2>Artifacts</h2>{render_table(('Kind', 'Step', 'Path', 'Size', 'Digest'), artifacts)}"
     if figures:
-        shown += f"<h2>Evaluation</h2>{table(('Measure', 'Before', 'After'), figures)}"
+        shown += f"<h2>Evaluation</h2>{render_table(('Measure', 'Before', 'After'), figures)}"
     milestones = [
         (
             str(milestone.step),
@@ -337,15 +338,15 @@ def _results_section(view: JobView) -> str:
         for measure in milestone.figures
     ]
     if milestones:
-        shown += f"<h2>Milestones</h2>{table(('Step', 'Tokens', 'Measure', 'Value'), milestones)}"
+        shown += f"<h2>Milestones</h2>{render_table(('Step', 'Tokens', 'Measure', 'Value'), milestones)}"
     return shown
 
 
-def _events_section(view: JobView) -> str:
+def _render_events(view: JobView) -> str:
     rows = [(format_utc(event.at), event.reason, event.message) for event in view.events[:MAX_EVENTS]]
-    return f"<h2>Events</h2>{table(('Time (UTC)', 'Reason', 'Message'), rows)}" if rows else ""
+    return f"<h2>Events</h2>{render_table(('Time (UTC)', 'Reason', 'Message'), rows)}" if rows else ""
 
 
-def _notes_section(report: JobReport) -> str:
+def _render_notes(report: JobReport) -> str:
     notes = (*report.view.not_shown, *report.notes)
     return f"<h2>Not shown</h2><ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>" if notes else ""

@@ -7,11 +7,11 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from trainium_contract.pages.formatting import format_number, format_percent, format_utc
-from trainium_contract.pages.html import Link, document, section, table
+from trainium_contract.pages.html import Link, render_document, render_section, render_table
 from trainium_contract.pages.live import LIVE_SCRIPT
 from trainium_contract.views.goodput import build_goodput_view
-from trainium_contract.views.raw import mapping, text
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.raw import read_mapping, read_text
+from trainium_contract.views.status_reader import read_public_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -45,21 +45,21 @@ class JobRow:
         return f"{self.step} of {self.total_steps}" if self.total_steps else str(self.step or "-")
 
 
-def job_row(job: Mapping[str, Any]) -> JobRow:
+def build_job_row(job: Mapping[str, Any]) -> JobRow:
     """Return the row of a TrainingJob as the API server holds it."""
-    metadata, status = mapping(job, "metadata"), public_status(job)
-    progress = status.part("progress")
+    metadata, status = read_mapping(job, "metadata"), read_public_status(job)
+    progress = status.read_part("progress")
     return JobRow(
-        namespace=text(metadata, "namespace"),
-        name=text(metadata, "name"),
-        phase=status.text("phase"),
-        step=progress.integer("step"),
-        total_steps=progress.integer("totalSteps"),
+        namespace=read_text(metadata, "namespace"),
+        name=read_text(metadata, "name"),
+        phase=status.read_text("phase"),
+        step=progress.read_integer("step"),
+        total_steps=progress.read_integer("totalSteps"),
         loss=progress.number("loss"),
-        training=status.integer("readyReplicas"),
-        desired=status.integer("desired"),
+        training=status.read_integer("readyReplicas"),
+        desired=status.read_integer("desired"),
         goodput=build_goodput_view(status, 0.0).ratio,
-        restarts=status.part("restarts").integer("total"),
+        restarts=status.read_part("restarts").read_integer("total"),
     )
 
 
@@ -68,7 +68,7 @@ def sort_rows(rows: Iterable[JobRow]) -> list[JobRow]:
     return sorted(rows, key=lambda row: (row.phase in _ENDED, row.namespace, row.name))
 
 
-def live_jobs_html(rows: Sequence[JobRow], now: float, *, where: str, root: str) -> str:
+def render_live_jobs(rows: Sequence[JobRow], now: float, *, where: str, root: str) -> str:
     """Render the page for a server that sends `live.HEADERS`; jobs have their pages below `root`."""
     ordered = sort_rows(rows)
     head = ("Namespace", "Job", "Phase", "Step", "Loss", "Nodes", "Goodput", "Interrupted", "")
@@ -82,19 +82,19 @@ def live_jobs_html(rows: Sequence[JobRow], now: float, *, where: str, root: str)
     title = f"TrainingJobs in {where}"
     body = "".join([
         "<p class=bad id=quiet hidden></p><main>",
-        section("title", f"<h1>{escape(title)}</h1>"),
-        section("as-of", f"<p class=soft>as of {format_utc(now)} UTC</p>"),
-        section("jobs", table(head, cells) if cells else "<p>There are none.</p>"),
-        section("left", f"<p class=soft>… and {left} more: look at one namespace.</p>" if left else ""),
+        render_section("title", f"<h1>{escape(title)}</h1>"),
+        render_section("as-of", f"<p class=soft>as of {format_utc(now)} UTC</p>"),
+        render_section("jobs", render_table(head, cells) if cells else "<p>There are none.</p>"),
+        render_section("left", f"<p class=soft>… and {left} more: look at one namespace.</p>" if left else ""),
         "</main>",
     ])  # fmt: skip
-    return document(title, body, script=LIVE_SCRIPT)
+    return render_document(title, body, script=LIVE_SCRIPT)
 
 
-def namespace_form_html(sentence: str, root: str) -> str:
+def render_namespace_form(sentence: str, root: str) -> str:
     """Render a form for one namespace, for users who may not list all jobs."""
     form = (
         f'<form action="{escape(root)}" method=get><label>Namespace <input name=namespace required '
         f'maxlength=63 pattern="[a-z0-9-]+"></label> <button>Show its jobs</button></form>'
     )
-    return document("TrainingJobs", f"<h1>TrainingJobs</h1><p>{escape(sentence)}</p>{form}")
+    return render_document("TrainingJobs", f"<h1>TrainingJobs</h1><p>{escape(sentence)}</p>{form}")

@@ -10,7 +10,7 @@ the page shows its age, and requests become less frequent, down to one a minute.
 
 from __future__ import annotations
 
-from trainium_contract.pages.html import STYLE, csp_digest
+from trainium_contract.pages.html import STYLE, compute_csp_digest
 
 REFRESH_SECONDS = 5
 LIVE_SCRIPT = """
@@ -59,8 +59,8 @@ LIVE_SCRIPT = """
 """.replace("%d000", f"{REFRESH_SECONDS}000")
 HEADERS = {
     "Content-Security-Policy": (
-        f"default-src 'none'; style-src {csp_digest(STYLE)}; script-src {csp_digest(LIVE_SCRIPT)}; connect-src 'self'; "
-        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; style-src {compute_csp_digest(STYLE)}; script-src {compute_csp_digest(LIVE_SCRIPT)}; "
+        "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",

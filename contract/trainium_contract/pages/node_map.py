@@ -29,7 +29,7 @@ _COLOURS = {(True, False): GOOD, (True, True): WAITING, (False, True): BAD, (Fal
 _NUMBER = re.compile(r"(\d{1,18})")
 
 
-def node_map_html(
+def render_node_map(
     pods: Sequence[PodRow], entries: Sequence[InterruptionView], ranks: Mapping[str, str], limit: int
 ) -> str:
     """Render up to `limit` nodes, sorted by name; empty if no node is known. `ranks` maps members' pods to ranks."""
@@ -41,9 +41,9 @@ def node_map_html(
     for entry in entries:
         if entry.node:
             causes_by_node.setdefault(entry.node, Counter())[entry.cause] += 1
-    names = sorted({*pods_by_node, *causes_by_node}, key=_natural_key)
+    names = sorted({*pods_by_node, *causes_by_node}, key=_split_numbers)
     cells = [
-        _node_cell(name, pods_by_node.get(name, []), causes_by_node.get(name, Counter()), ranks)
+        _build_node_square(name, pods_by_node.get(name, []), causes_by_node.get(name, Counter()), ranks)
         for name in names[:limit]
     ]
     if not cells:
@@ -53,7 +53,7 @@ def node_map_html(
     return f"<h2>Nodes</h2>{draw_squares(cells, 'Nodes of the job')}<p class=soft>{escape(legend)}</p>"
 
 
-def _node_cell(node: str, pods: Sequence[PodRow], causes: Counter[str], ranks: Mapping[str, str]) -> Square:
+def _build_node_square(node: str, pods: Sequence[PodRow], causes: Counter[str], ranks: Mapping[str, str]) -> Square:
     """Return the square of a node."""
     is_running = any(pod.state == "Running" for pod in pods)
     colour = _COLOURS[is_running, bool(causes)]
@@ -65,6 +65,6 @@ def _node_cell(node: str, pods: Sequence[PodRow], causes: Counter[str], ranks: M
     return Square(colour, title)
 
 
-def _natural_key(name: str) -> list[tuple[int, str]]:
+def _split_numbers(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts node-2 before node-10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(name)]

@@ -73,12 +73,12 @@ class LinearScale:
         self.low, self.high = low - margin, high + margin
         self._begin, self._end = begin, end
 
-    def position(self, value: float) -> float:
+    def project(self, value: float) -> float:
         """Return the position of a value; values outside of the range are at the edge."""
         share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
         return round(self._begin + share * (self._end - self._begin), 2)
 
-    def ticks(self, count: int) -> list[float]:
+    def choose_ticks(self, count: int) -> list[float]:
         """Return about this many round values, evenly spaced."""
         raw = (self.high - self.low) / count
         power = 10.0 ** math.floor(math.log10(raw))
@@ -113,25 +113,25 @@ def draw_line_chart(
     values = [value for _, value in (*points, *dots)]
     x_scale = LinearScale(points[0][0], points[-1][0], 0, 100)
     y_scale = LinearScale(min(values), max(values), bottom, _TOP)
-    y_ticks, x_ticks = y_scale.ticks(4 if height > 200 else 2), x_scale.ticks(6)
-    parts = [f'<line x1="0" y1="{y}" x2="100%" y2="{y}" class="grid"/>' for y in map(y_scale.position, y_ticks)]
+    y_ticks, x_ticks = y_scale.choose_ticks(4 if height > 200 else 2), x_scale.choose_ticks(6)
+    parts = [f'<line x1="0" y1="{y}" x2="100%" y2="{y}" class="grid"/>' for y in map(y_scale.project, y_ticks)]
     parts += [
-        f'<text x="-6" y="{y_scale.position(value) + 4}" text-anchor="end">{text}</text>'
+        f'<text x="-6" y="{y_scale.project(value) + 4}" text-anchor="end">{text}</text>'
         for value, text in zip(y_ticks, _format_ticks(y_ticks), strict=True)
     ]
-    labels = zip(map(x_scale.position, x_ticks), map(format_large_number, x_ticks), strict=True)
+    labels = zip(map(x_scale.project, x_ticks), map(format_large_number, x_ticks), strict=True)
     parts += _place_labels(list(labels), height - 8)
     parts.append(_draw_area(points, spread, (x_scale, y_scale), bottom))
     parts += [
-        f'<circle cx="{x_scale.position(step)}%" cy="{y_scale.position(value)}" r="3" class="validation"/>'
+        f'<circle cx="{x_scale.project(step)}%" cy="{y_scale.project(value)}" r="3" class="validation"/>'
         for step, value in dots
     ]
     parts += [
-        f'<line x1="{x}%" y1="{_TOP}" x2="{x}%" y2="{bottom}" class="mark">{_title(title)}</line>'
-        for x, title in ((x_scale.position(step), title) for step, title in marks
+        f'<line x1="{x}%" y1="{_TOP}" x2="{x}%" y2="{bottom}" class="mark">{_render_title(title)}</line>'
+        for x, title in ((x_scale.project(step), title) for step, title in marks
                          if points[0][0] <= step <= points[-1][0])
     ]  # fmt: skip
-    return f'<div class="plot">{_fluid_svg(height, parts, f"{label} by step")}</div>'
+    return f'<div class="plot">{_render_svg(height, parts, f"{label} by step")}</div>'
 
 
 def _draw_area(
@@ -144,7 +144,7 @@ def _draw_area(
     x_scale, y_scale = scales
 
     def place(step: int, value: float) -> str:
-        return f"{x_scale.position(step) * _AREA_WIDTH / 100:.0f},{y_scale.position(value)}"
+        return f"{x_scale.project(step) * _AREA_WIDTH / 100:.0f},{y_scale.project(value)}"
 
     parts = []
     for first, last in find_runs([step for step, _ in points]):
@@ -184,7 +184,7 @@ def _place_labels(labels: Sequence[tuple[float, str]], y: float) -> list[str]:
     """Return the labels below positions in per cent; those that would overlap are left out, on a phone more of them."""
     wide, narrow = ({*_find_separate(labels, pixels)} for pixels in (_WIDE_PIXELS, _NARROW_PIXELS))
     return [
-        f'<text x="{x}%" y="{y}" text-anchor="{_text_anchor(x)}"{"" if index in narrow else " class=wide"}>'
+        f'<text x="{x}%" y="{y}" text-anchor="{_choose_text_anchor(x)}"{"" if index in narrow else " class=wide"}>'
         f"{escape(text)}</text>"
         for index, (x, text) in enumerate(labels)
         if index in wide
@@ -196,14 +196,14 @@ def _find_separate(labels: Sequence[tuple[float, str]], pixels: float) -> Iterat
     free = 0.0
     for index, (x, text) in enumerate(labels):
         width = len(text) * _CHARACTER_PIXELS
-        share = {"start": 0.0, "middle": 0.5, "end": 1.0}[_text_anchor(x)]
+        share = {"start": 0.0, "middle": 0.5, "end": 1.0}[_choose_text_anchor(x)]
         start = x / 100 * pixels - share * width
         if free <= start <= pixels - width + _LABEL_GAP_PIXELS:
             yield index
             free = start + width + _LABEL_GAP_PIXELS
 
 
-def _text_anchor(x: float) -> str:
+def _choose_text_anchor(x: float) -> str:
     """Return the anchor of a label at a position in per cent; near an edge the label stays inside."""
     return "start" if x < 4 else "end" if x > 96 else "middle"
 
@@ -219,11 +219,11 @@ def draw_share_bar(parts: Sequence[tuple[str, float]], *, first: int = 0) -> str
         colour = f"c{first + index % (len(COLOURS) - first)}"
         title = f"{name}: {value:.1f} s, {width:.1f} %"
         drawn.append(
-            f'<rect x="{x:.2f}%" y="0" width="{width:.2f}%" height="28" class="{colour}">{_title(title)}</rect>'
+            f'<rect x="{x:.2f}%" y="0" width="{width:.2f}%" height="28" class="{colour}">{_render_title(title)}</rect>'
         )
         legend.append(f'<span class="key"><i class="{colour}"></i>{escape(title)}</span>')
         x += width
-    return f'{_fluid_svg(28, drawn, "Where the time went")}<p class="legend">{"".join(legend)}</p>'
+    return f'{_render_svg(28, drawn, "Where the time went")}<p class="legend">{"".join(legend)}</p>'
 
 
 def draw_timeline(begin: float, end: float, rows: Sequence[tuple[str, Sequence[Span]]], label: str) -> str:
@@ -231,7 +231,7 @@ def draw_timeline(begin: float, end: float, rows: Sequence[tuple[str, Sequence[S
     if not rows or end <= begin:
         return ""
     x_scale, bottom = LinearScale(begin, end, 0, 100), _ROW_HEIGHT * len(rows) + 8
-    ticks = [(x_scale.position(time), text) for time, text in time_ticks(begin, end)]
+    ticks = [(x_scale.project(time), text) for time, text in time_ticks(begin, end)]
     parts = [f'<line x1="{x}%" y1="0" x2="{x}%" y2="{bottom}" class="grid"/>' for x, _ in ticks]
     parts += [
         *_place_labels(ticks, bottom + 16),
@@ -243,11 +243,11 @@ def draw_timeline(begin: float, end: float, rows: Sequence[tuple[str, Sequence[S
         parts.append(f'<text x="-6" y="{y + 14}" text-anchor="end">{text}</text>')
         parts.append(f'<line x1="0" y1="{y + 10}" x2="100%" y2="{y + 10}" class="grid"/>')
         for span in sorted(spans, key=lambda span: span.colour == BAD):  # on top: they are short
-            x = x_scale.position(span.since)
-            width = max(0.4, x_scale.position(span.until) - x)
+            x = x_scale.project(span.since)
+            width = max(0.4, x_scale.project(span.until) - x)
             attributes = f'x="{x}%" y="{y + 2}" width="{width:.2f}%" height="16" rx="2" class="c{span.colour}"'
-            parts.append(f"<rect {attributes}>{_title(span.title)}</rect>")
-    return f'<div class="plot named">{_fluid_svg(bottom + 24, parts, label)}</div>'
+            parts.append(f"<rect {attributes}>{_render_title(span.title)}</rect>")
+    return f'<div class="plot named">{_render_svg(bottom + 24, parts, label)}</div>'
 
 
 def time_ticks(begin: float, end: float) -> list[tuple[float, str]]:
@@ -272,7 +272,7 @@ def draw_squares(items: Sequence[Square], label: str) -> str:
     for index, square in enumerate(items):
         x, y = (_SQUARE + _GAP) * (index % per_row), (_SQUARE + _GAP) * (index // per_row)
         attributes = f'x="{x}" y="{y}" width="{_SQUARE}" height="{_SQUARE}" rx="2"'
-        drawn.append(f'<rect {attributes} class="c{square.colour}">{_title(square.title)}</rect>')
+        drawn.append(f'<rect {attributes} class="c{square.colour}">{_render_title(square.title)}</rect>')
     if not items:
         return ""
     height = (_SQUARE + _GAP) * -(-len(items) // per_row)
@@ -280,11 +280,11 @@ def draw_squares(items: Sequence[Square], label: str) -> str:
     return f'<svg viewBox="0 0 {_SQUARES_WIDTH} {height}" role="img" aria-label="{escape(label)}">{content}</svg>'
 
 
-def _fluid_svg(height: int, parts: Sequence[str], label: str) -> str:
+def _render_svg(height: int, parts: Sequence[str], label: str) -> str:
     """Return an image as wide as the page, whose positions are shares of its width."""
     attributes = f'class="fluid" width="100%" height="{height}" role="img" aria-label="{escape(label)}"'
     return f"<svg {attributes}>{''.join(parts)}</svg>"
 
 
-def _title(label: str) -> str:
+def _render_title(label: str) -> str:
     return f"<title>{escape(label)}</title>"

@@ -125,8 +125,8 @@ def estimate_memory(model: ModelShape, setting: MemorySetting) -> MemoryEstimate
     shard = (1 + setting.moments) * value_bytes * trained // shards
     """State of a rank in a checkpoint: weights and moments."""
     state, activations = (
-        _state_bytes(trained, value_bytes, setting) + _frozen_bytes(frozen, setting),
-        _activation_bytes(model, setting),
+        _estimate_state_bytes(trained, value_bytes, setting) + _estimate_frozen_bytes(frozen, setting),
+        _estimate_activation_bytes(model, setting),
     )
     processes, distinct = setting.processes_per_node, _count_node_shards(setting, sharded=sharded)
     shared = distinct * shard * SNAPSHOTS_OF_SHARD if setting.snapshots else 0
@@ -149,7 +149,7 @@ def count_rank_parameters(model: ModelShape, setting: MemorySetting) -> int:
     return -(-model.num_layers // setting.pipeline) * layer + outside_layers
 
 
-def _state_bytes(parameters: int, value_bytes: int, setting: MemorySetting) -> int:
+def _estimate_state_bytes(parameters: int, value_bytes: int, setting: MemorySetting) -> int:
     """Return bytes of weights, gradients and optimizer on a rank: the rows of the table in docs/parallelism.md."""
     compute_bytes = 4 if setting.precision is Precision.FLOAT32 else 2
     # If the state is divided, a narrow sum of the gradients exists beside the wide one.
@@ -166,7 +166,7 @@ def _state_bytes(parameters: int, value_bytes: int, setting: MemorySetting) -> i
     return parameters * (compute_bytes + (4 if setting.micro_batches > 1 else 0)) + parameters * state_bytes // ranks
 
 
-def _frozen_bytes(parameters: int, setting: MemorySetting) -> int:
+def _estimate_frozen_bytes(parameters: int, setting: MemorySetting) -> int:
     """Return bytes of weights without gradient and moments, in the type of computation.
 
     FSDP divides them, NxD does not.
@@ -178,7 +178,7 @@ def _frozen_bytes(parameters: int, setting: MemorySetting) -> int:
     return size // setting.data_parallel + gathered
 
 
-def _activation_bytes(model: ModelShape, setting: MemorySetting) -> int:
+def _estimate_activation_bytes(model: ModelShape, setting: MemorySetting) -> int:
     """Return what a rank's backward pass keeps.
 
     Per layer, in flight, the logits, and keys and values of other ranks.

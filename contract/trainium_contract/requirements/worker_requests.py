@@ -152,7 +152,7 @@ def explain_misfit(config: TrainingConfig | None, accelerator: AcceleratorSpec, 
     instance = accelerator.instance()
     if instance is None or not instance.core_bytes or accelerator.device is not Device.NEURON:
         return ""
-    memory_size = instance.core_memory(accelerator.claim.logical_neuron_core if accelerator.claim else None)
+    memory_size = instance.compute_core_memory(accelerator.claim.logical_neuron_core if accelerator.claim else None)
     estimate = estimate_at_size(config, accelerator, shape, nodes)
     if estimate is None or estimate.state <= memory_size:
         return ""
@@ -164,7 +164,7 @@ def explain_misfit(config: TrainingConfig | None, accelerator: AcceleratorSpec, 
     )
 
 
-def smallest_fitting_size(
+def find_smallest_fitting_size(
     config: TrainingConfig | None, accelerator: AcceleratorSpec, shape: BatchShape, smallest: int, largest: int
 ) -> int:
     """Return the fewest nodes that an elastic job may shrink to: `smallest`, or more if a node would hold too much.
@@ -197,7 +197,7 @@ def _compute_node_share(accelerator: AcceleratorSpec) -> _NodeShare:
     if instance is None or accelerator.device is not Device.NEURON:
         return _NodeShare()
     requested = accelerator.resources.get(NEURON, "")
-    devices = int(requested) if requested.isdecimal() else accelerator.claimed_devices() or instance.devices
+    devices = int(requested) if requested.isdecimal() else accelerator.count_claimed_devices() or instance.devices
     devices = min(devices, instance.devices)
     return _NodeShare(instance.host_bytes * devices // instance.devices, instance.vcpus * devices / instance.devices)
 

@@ -67,7 +67,7 @@ class AcceleratorSpec(ContractModel):
         known = self.instance()
         return self.cores_per_node or (known.cores if known else 1)
 
-    def claimed_devices(self) -> int:
+    def count_claimed_devices(self) -> int:
         """Return the devices that a worker claims; 0 without a claim, and if the spec gives no number."""
         if self.claim is None:
             return 0
@@ -86,16 +86,16 @@ class WorkerAcceleratorSpec(AcceleratorSpec):
     unit_topology_key: Annotated[str, Field(max_length=317, pattern=_TOPOLOGY_KEY)] | None = None
     """Label whose value the nodes of one UltraServer share; omitted: Neuron's ultraserver-server-id-N of trn2u."""
 
-    def nodes_per_unit(self) -> int:
+    def count_nodes_per_unit(self) -> int:
         """Return the number of nodes that are placed, lost and replaced together; 1 by default."""
         if self.unit is Unit.NODE:
             return 1
         known = self.instance()
         return self.unit_nodes or max(known.ultra_server_nodes if known else (), default=1)
 
-    def unit_label(self) -> str:
+    def find_unit_label(self) -> str:
         """Return the label whose value the nodes of a unit share."""
-        return self.unit_topology_key or ULTRA_SERVER_LABEL.format(self.nodes_per_unit())
+        return self.unit_topology_key or ULTRA_SERVER_LABEL.format(self.count_nodes_per_unit())
 
 
 class WorkersSpec(ContractModel):

@@ -61,14 +61,14 @@ class FailedSpecStatus(StatusModel):
 
 def record_failed_spec(spec: Mapping[str, Any]) -> FailedSpecStatus:
     """Record a spec in its wire form, with no changes since."""
-    return FailedSpecStatus(fields=_spec_fields(spec), changes=())
+    return FailedSpecStatus(fields=_list_spec_fields(spec), changes=())
 
 
 def compare_failed_spec(record: FailedSpecStatus, spec: Mapping[str, Any]) -> FailedSpecStatus:
     """Compare the record with this spec."""
     if not record.fields:
         return record
-    was, now = ({item.field: item.value for item in fields} for fields in (record.fields, _spec_fields(spec)))
+    was, now = ({item.field: item.value for item in fields} for fields in (record.fields, _list_spec_fields(spec)))
     changes = (
         SpecChange(field=name, was=was.get(name, ""), now=now.get(name, ""))
         for name in sorted(was.keys() | now.keys())
@@ -77,7 +77,7 @@ def compare_failed_spec(record: FailedSpecStatus, spec: Mapping[str, Any]) -> Fa
     return record.replaced(changes=tuple(changes)[:MAX_CHANGES])
 
 
-def _spec_fields(spec: Mapping[str, Any]) -> tuple[SpecField, ...]:
+def _list_spec_fields(spec: Mapping[str, Any]) -> tuple[SpecField, ...]:
     leaves = sorted(_iterate_leaves("", spec))
     shown, omitted = leaves[:MAX_FIELDS], leaves[MAX_FIELDS:]
     if omitted:

@@ -149,7 +149,7 @@ _PARTS_BY_PATH: dict[str, type[StatusModel]] = {
 """The place of each part below `status`."""
 
 
-def internal_fields() -> frozenset[str]:
+def list_internal_fields() -> frozenset[str]:
     """Return the paths below `status`, as on the wire, of all internal fields; a path includes all below it."""
     return frozenset(
         f"{place}{field.alias or name}"
@@ -163,7 +163,7 @@ def pack_internal(status: StatusModel) -> dict[str, Any]:
     stored = status.to_wire()
     given = status.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
     internal: dict[str, Any] = {}
-    for path in sorted(internal_fields()):
+    for path in sorted(list_internal_fields()):
         place, _, name = path.rpartition(".")
         (stored[place] if place else stored).pop(name, None)
         part = given.get(place, {}) if place else given
@@ -194,7 +194,7 @@ def unpack_internal(stored: Mapping[str, Any]) -> dict[str, Any]:
     internal = read_json(str(stored[INTERNAL_KEY]).encode())
     if not isinstance(internal, dict):
         raise ValueError("the text is no JSON object")  # noqa: TRY004 - one kind of error for bad data
-    for path in internal_fields():
+    for path in list_internal_fields():
         place, _, name = path.rpartition(".")
         part = internal.get(place) if place else internal
         if isinstance(part, dict) and name in part:

@@ -49,11 +49,11 @@ StageName = Annotated[str, Field(max_length=32)]
 """A RunStage; readers treat an unknown stage as one after the last step."""
 
 
-def _finite_or_none(value: float | None) -> float | None:
+def _keep_finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-Figure = Annotated[float | None, AfterValidator(_finite_or_none)]
+Figure = Annotated[float | None, AfterValidator(_keep_finite)]
 """A measured value; absent if it was not a finite number."""
 
 
@@ -154,21 +154,23 @@ class RunResults(MessageModel):
     evaluation: Annotated[tuple[EvaluationFigure, ...], Field(max_length=MAX_FIGURES)] = ()
     """The newest evaluation."""
 
-    def with_artifact(self, report: ArtifactReport) -> RunResults:
+    def add_artifact(self, report: ArtifactReport) -> RunResults:
         """Return the results with an artifact, which replaces an earlier report of the same kind, step and path."""
-        others = tuple(artifact for artifact in self.artifacts if _artifact_key(artifact) != _artifact_key(report))
+        others = tuple(
+            artifact for artifact in self.artifacts if _get_artifact_key(artifact) != _get_artifact_key(report)
+        )
         return self.replaced(artifacts=(*others, report)[-MAX_ARTIFACTS:])
 
-    def with_evaluation(self, figures: tuple[EvaluationFigure, ...]) -> RunResults:
+    def set_evaluation(self, figures: tuple[EvaluationFigure, ...]) -> RunResults:
         """Return the results with this evaluation, without figures beyond the bound."""
         return self.replaced(evaluation=figures[:MAX_FIGURES])
 
 
-def _artifact_key(report: ArtifactReport) -> tuple[str, int, str]:
+def _get_artifact_key(report: ArtifactReport) -> tuple[str, int, str]:
     return report.kind, report.step, report.path
 
 
-def results_path(progress: Path) -> Path:
+def get_results_path(progress: Path) -> Path:
     """Return the path of the results (a `RunResults` in JSON) that a rank writes beside its progress record."""
     return progress.with_name(f"{progress.name}.results")
 
@@ -176,6 +178,6 @@ def results_path(progress: Path) -> Path:
 def read_results(progress: Path) -> RunResults:
     """Read the results beside a record; empty if they cannot be read."""
     try:
-        return RunResults.model_validate_json(results_path(progress).read_bytes())
+        return RunResults.model_validate_json(get_results_path(progress).read_bytes())
     except (OSError, ValueError):
         return RunResults()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainium_contract.effects import Conflict, Requirement, Switch, requirements
+from trainium_contract.effects import Conflict, Requirement, Switch, expand_requirements
 from trainium_contract.models.shape import RopeScalingKind
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_contract.trainer.data import Tokenization
@@ -26,42 +26,46 @@ def _format(*formats: DataFormat) -> Switch:
 
 
 TRAINER_REQUIREMENTS: tuple[Requirement, ...] = (
-    *requirements("steps", Switch("epochs", on=(0.0,))),
-    *requirements("model.preset", _NO_WEIGHTS),
-    *requirements("model.preset", _NO_PATH),
-    *requirements("model.path", _NO_WEIGHTS),
-    *requirements("model.initialStd", _NO_WEIGHTS),
-    *requirements(f"{_ROPE}factor", Switch(_ROPE_KIND, off=(RopeScalingKind.UNSCALED,))),
-    *requirements(
+    *expand_requirements("steps", Switch("epochs", on=(0.0,))),
+    *expand_requirements("model.preset", _NO_WEIGHTS),
+    *expand_requirements("model.preset", _NO_PATH),
+    *expand_requirements("model.path", _NO_WEIGHTS),
+    *expand_requirements("model.initialStd", _NO_WEIGHTS),
+    *expand_requirements(f"{_ROPE}factor", Switch(_ROPE_KIND, off=(RopeScalingKind.UNSCALED,))),
+    *expand_requirements(
         f"{_ROPE}{{lowFrequencyFactor,highFrequencyFactor}}", Switch(_ROPE_KIND, on=(RopeScalingKind.LLAMA3,))
     ),
-    *requirements(
+    *expand_requirements(
         f"{_ROPE}originalMaxPositions", Switch(_ROPE_KIND, on=(RopeScalingKind.LLAMA3, RopeScalingKind.YARN))
     ),
-    *requirements(f"{_ROPE}{{fastTurns,slowTurns,attentionFactor}}", Switch(_ROPE_KIND, on=(RopeScalingKind.YARN,))),
-    *requirements("tuning.lora", Switch("tuning.method", off=(TuningMethod.FULL,))),
-    *requirements("data.source", Switch("data.hub", on=(None,))),
-    *requirements("data.source", Switch("data.sources", on=(None,))),
-    *requirements("data.{textField,maskDocuments}", _IS_TEXT),
-    *requirements(f"{_EXAMPLES}{{where,loss,packing,tooLong}}", _HAS_EXAMPLES),
-    *requirements(f"{_EXAMPLES}maskExamples", Switch(f"{_EXAMPLES}packing", on=(True,))),
-    *requirements(f"{_EXAMPLES}template.{{prompt,completion}}", _format(DataFormat.INSTRUCTION)),
-    *requirements(f"{_EXAMPLES}chat.messagesField", _format(DataFormat.CHAT)),
-    *requirements(
+    *expand_requirements(
+        f"{_ROPE}{{fastTurns,slowTurns,attentionFactor}}", Switch(_ROPE_KIND, on=(RopeScalingKind.YARN,))
+    ),
+    *expand_requirements("tuning.lora", Switch("tuning.method", off=(TuningMethod.FULL,))),
+    *expand_requirements("data.source", Switch("data.hub", on=(None,))),
+    *expand_requirements("data.source", Switch("data.sources", on=(None,))),
+    *expand_requirements("data.{textField,maskDocuments}", _IS_TEXT),
+    *expand_requirements(f"{_EXAMPLES}{{where,loss,packing,tooLong}}", _HAS_EXAMPLES),
+    *expand_requirements(f"{_EXAMPLES}maskExamples", Switch(f"{_EXAMPLES}packing", on=(True,))),
+    *expand_requirements(f"{_EXAMPLES}template.{{prompt,completion}}", _format(DataFormat.INSTRUCTION)),
+    *expand_requirements(f"{_EXAMPLES}chat.messagesField", _format(DataFormat.CHAT)),
+    *expand_requirements(
         f"{_EXAMPLES}chat.{{template,date}}", _format(DataFormat.CHAT, DataFormat.FUNCTION, DataFormat.PREFERENCE)
     ),
-    *requirements(
+    *expand_requirements(
         f"{_EXAMPLES}classification.{{textFields,labelField,labels,prompt}}", _format(DataFormat.CLASSIFICATION)
     ),
-    *requirements(f"{_EXAMPLES}preference.{{promptField,chosenField,rejectedField}}", _format(DataFormat.PREFERENCE)),
-    *requirements(f"{_EXAMPLES}function", _format(DataFormat.FUNCTION)),
-    *requirements("data.validation.split", Switch("data.validation.fraction", off=(None,))),
-    *requirements("schedule.warmupSteps", Switch("schedule.warmupRatio", on=(None,))),
-    *requirements("schedule.{decaySteps,finalRatio}", _CHANGES_RATE),
-    *requirements("optimizer.decayScope", Switch("optimizer.weightDecay", off=(0.0,))),
-    *requirements("parallelism.sequence", Switch("parallelism.tensor", off=(1,))),
-    *requirements("artifacts.precision", Switch("artifacts.kinds", off=((), (ArtifactKind.ADAPTER,)))),
-    *requirements("monitor.trackerProject", Switch("monitor.trackers", off=(None, ()))),
+    *expand_requirements(
+        f"{_EXAMPLES}preference.{{promptField,chosenField,rejectedField}}", _format(DataFormat.PREFERENCE)
+    ),
+    *expand_requirements(f"{_EXAMPLES}function", _format(DataFormat.FUNCTION)),
+    *expand_requirements("data.validation.split", Switch("data.validation.fraction", off=(None,))),
+    *expand_requirements("schedule.warmupSteps", Switch("schedule.warmupRatio", on=(None,))),
+    *expand_requirements("schedule.{decaySteps,finalRatio}", _CHANGES_RATE),
+    *expand_requirements("optimizer.decayScope", Switch("optimizer.weightDecay", off=(0.0,))),
+    *expand_requirements("parallelism.sequence", Switch("parallelism.tensor", off=(1,))),
+    *expand_requirements("artifacts.precision", Switch("artifacts.kinds", off=((), (ArtifactKind.ADAPTER,)))),
+    *expand_requirements("monitor.trackerProject", Switch("monitor.trackers", off=(None, ()))),
 )
 """Seeds may be given without effect. `trainium-trainer evaluate` reads `evaluate` also where a run does not measure."""
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel, derived
 from trainium_contract.models.families import PRESETS
-from trainium_contract.models.shape import RopeScalingKind, RopeStretch, yarn_attention_factor
+from trainium_contract.models.shape import RopeScalingKind, RopeStretch, compute_yarn_attention_factor
 
 if TYPE_CHECKING:
     from trainium_contract.models.shape import ModelShape
@@ -134,7 +134,7 @@ class RopeScaling(ContractModel):
                     original_max_positions=self.original_max_positions,
                     fast_turns=self.fast_turns,
                     slow_turns=self.slow_turns,
-                    attention_factor=self.attention_factor or yarn_attention_factor(factor),
+                    attention_factor=self.attention_factor or compute_yarn_attention_factor(factor),
                 )
             case RopeScalingKind.LLAMA3:
                 return RopeStretch(

@@ -37,7 +37,7 @@ def matches_module(module: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module.rpartition(".")[2], pattern)
 
 
-def _by_pattern(values: Mapping[str, _Value], module: str, otherwise: _Value) -> _Value:
+def _find_by_pattern(values: Mapping[str, _Value], module: str, otherwise: _Value) -> _Value:
     """Return the value of the first pattern, in alphabetical order, that matches a module."""
     return next((values[pattern] for pattern in sorted(values) if matches_module(module, pattern)), otherwise)
 
@@ -75,11 +75,11 @@ class LoraConfig(ContractModel):
 
     def rank_of(self, module: str) -> int:
         """Return the rank of the adapter beside a module."""
-        return _by_pattern(self.rank_pattern, module, self.rank)
+        return _find_by_pattern(self.rank_pattern, module, self.rank)
 
     def alpha_of(self, module: str) -> float:
         """Return the alpha of the adapter beside a module."""
-        return _by_pattern(self.alpha_pattern, module, self.alpha)
+        return _find_by_pattern(self.alpha_pattern, module, self.alpha)
 
     def scale_of(self, module: str) -> float:
         """Return the factor of the product of the adapter beside a module."""

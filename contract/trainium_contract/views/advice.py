@@ -31,9 +31,9 @@ def advise(view: JobView) -> tuple[str, ...]:
         )
     if view.phase == "Terminating":
         return tuple(
-            {_condition_text(condition): None for condition in view.conditions if condition.reason == "Terminating"}
+            {_describe_condition(condition): None for condition in view.conditions if condition.reason == "Terminating"}
         )
-    advice = list(_problems(view))
+    advice = list(_list_problems(view))
     if view.phase == "Suspended":
         advice.append(f"It waits for you: kubectl trn resume {view.name}")
     return tuple(advice)
@@ -72,7 +72,7 @@ def _format_change(change: ChangeView) -> str:
     return f"was {was or 'not set'}, is {now or 'not set'}"
 
 
-def _problems(view: JobView) -> list[str]:
+def _list_problems(view: JobView) -> list[str]:
     problems: list[str] = []
     conditions = {condition.type: condition for condition in view.conditions}
     target = conditions.get("FailureTarget")
@@ -104,7 +104,7 @@ def _problems(view: JobView) -> list[str]:
         if kind in conditions and conditions[kind].status == "False" and not is_held:
             # The store's own error is more specific than "nothing was committed in time".
             notice = view.checkpoints.notice if kind == "CheckpointHealthy" else ""
-            problems.append(notice or _condition_text(conditions[kind]))
+            problems.append(notice or _describe_condition(conditions[kind]))
     resizing = conditions.get("Resizing")
     if not view.ended and resizing is not None and resizing.reason == "CapacityMissing":
         problems.append(f"It grows back by itself; to stop waiting: kubectl trn scale {view.name} {view.size}")
@@ -117,5 +117,5 @@ def _problems(view: JobView) -> list[str]:
     return [sentence for sentence in problems if sentence]
 
 
-def _condition_text(condition: ConditionView) -> str:
+def _describe_condition(condition: ConditionView) -> str:
     return condition.message or f"{condition.type} is {condition.status}: {condition.reason}"

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.views.raw import integer, mapping, number, text
+from trainium_contract.views.raw import number, read_integer, read_mapping, read_text
 from trainium_contract.views.workload import read_workload
 from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT
 
@@ -31,7 +31,7 @@ class CheckpointRow:
     problem: str
 
 
-def metrics_path(job: Mapping[str, Any]) -> str:
+def get_metrics_path(job: Mapping[str, Any]) -> str:
     """Return the file with the figures of each step, in a folder, because objects of a bucket cannot be appended to."""
     root = read_workload(job).checkpoint_root
     return f"{CHECKPOINT_MOUNT if '://' in root else root}/metrics.jsonl"
@@ -39,13 +39,13 @@ def metrics_path(job: Mapping[str, Any]) -> str:
 
 def describe_location(job: Mapping[str, Any], file: str = "") -> str:
     """Return where a file of the run is when no worker is left; empty if it was deleted with the pods."""
-    storage = mapping(mapping(mapping(job, "spec"), "checkpoint"), "storage")
+    storage = read_mapping(read_mapping(read_mapping(job, "spec"), "checkpoint"), "storage")
     path = read_workload(job).stored_path + (f"/{file}" if file else "")
-    if bucket := text(storage, "uri"):
+    if bucket := read_text(storage, "uri"):
         return f"{bucket}/{path}"
-    if folder := text(mapping(storage, "hostPath"), "path"):
+    if folder := read_text(read_mapping(storage, "hostPath"), "path"):
         return f"{folder}/{path} on the nodes"
-    if claim := text(mapping(storage, "persistentVolumeClaim"), "claimName"):
+    if claim := read_text(read_mapping(storage, "persistentVolumeClaim"), "claimName"):
         return f"{path} on the volume of claim {claim}"
     return ""
 
@@ -58,17 +58,17 @@ def parse_checkpoint_rows(printed: str) -> tuple[CheckpointRow, ...] | None:
         return None
     if not isinstance(entries, list):
         return None
-    return tuple(_row(entry) for entry in entries if isinstance(entry, dict))
+    return tuple(_read_row(entry) for entry in entries if isinstance(entry, dict))
 
 
-def _row(raw: dict[str, object]) -> CheckpointRow:
+def _read_row(raw: dict[str, object]) -> CheckpointRow:
     return CheckpointRow(
-        name=text(raw, "folder"),
-        state=text(raw, "state"),
-        step=integer(raw, "step", -1),
-        bytes=integer(raw, "size"),
-        tokens=None if number(raw, "tokens") is None else integer(raw, "tokens"),
-        world=text(raw, "world"),
+        name=read_text(raw, "folder"),
+        state=read_text(raw, "state"),
+        step=read_integer(raw, "step", -1),
+        bytes=read_integer(raw, "size"),
+        tokens=None if number(raw, "tokens") is None else read_integer(raw, "tokens"),
+        world=read_text(raw, "world"),
         created=number(raw, "created"),
-        problem=text(raw, "problem"),
+        problem=read_text(raw, "problem"),
     )

@@ -64,9 +64,9 @@ class GoodputView:
 
 def build_goodput_view(status: StatusReader[PublicStatus], now: float) -> GoodputView:
     """Return the ledger of a status."""
-    part = status.part("goodput")
+    part = status.read_part("goodput")
     wall, until = part.number("wallSeconds") or 0.0, part.number("accountedUntil")
-    lost = part.numbers("lostSeconds")
+    lost = part.read_numbers("lostSeconds")
     return GoodputView(
         ratio=part.number("ratio") if wall else None,
         uptime_ratio=part.number("uptimeRatio") if wall else None,
@@ -75,11 +75,11 @@ def build_goodput_view(status: StatusReader[PublicStatus], now: float) -> Goodpu
         wall_seconds=wall,
         node_seconds=part.number("nodeSeconds") or 0.0,
         lost_seconds=dict(sorted(lost.items(), key=lambda item: -item[1])),
-        lost_by_stage=part.numbers("lostByStage"),
-        stage_seconds=part.numbers("stageSeconds"),
+        lost_by_stage=part.read_numbers("lostByStage"),
+        stage_seconds=part.read_numbers("stageSeconds"),
         sizes=tuple(
-            SizeView(account.integer("size"), account.integer("steps"), account.number("stepSeconds"))
-            for account in part.parts("sizes")
+            SizeView(account.read_integer("size"), account.read_integer("steps"), account.number("stepSeconds"))
+            for account in part.read_parts("sizes")
         ),
         counted_seconds_ago=None if until is None else max(0.0, now - until),
     )

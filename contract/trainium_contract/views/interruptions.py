@@ -73,7 +73,7 @@ class InterruptionView:
 
 def read_interruptions(status: StatusReader[PublicStatus]) -> tuple[InterruptionView, ...]:
     """Return the history, oldest first."""
-    return tuple(map(_entry, status.parts("history")))
+    return tuple(map(_read_entry, status.read_parts("history")))
 
 
 def describe_loss(name: str) -> str:
@@ -88,30 +88,30 @@ def format_ranks(first: int, count: int) -> str:
 
 
 def _rank(entry: StatusReader[Interruption]) -> int | None:
-    rank = entry.integer("rank", -1)
+    rank = entry.read_integer("rank", -1)
     return None if rank < 0 else rank
 
 
-def _entry(entry: StatusReader[Interruption]) -> InterruptionView:
-    detected, failed = parse_rfc3339(entry.text("time")), entry.number("failedAt")
-    before, stages = entry.integer("stepBefore", -1), entry.numbers("stages")
+def _read_entry(entry: StatusReader[Interruption]) -> InterruptionView:
+    detected, failed = parse_rfc3339(entry.read_text("time")), entry.number("failedAt")
+    before, stages = entry.read_integer("stepBefore", -1), entry.read_numbers("stages")
     return InterruptionView(
-        time=entry.text("time"),
+        time=entry.read_text("time"),
         at=failed if failed is not None else detected,
         detected_at=detected,
-        cause=entry.text("cause"),
-        response=entry.text("response"),
-        pod=entry.text("pod"),
-        node=entry.text("node"),
-        message=entry.text("message"),
-        generation=entry.integer("generation"),
-        attempt=entry.integer("attempt"),
+        cause=entry.read_text("cause"),
+        response=entry.read_text("response"),
+        pod=entry.read_text("pod"),
+        node=entry.read_text("node"),
+        message=entry.read_text("message"),
+        generation=entry.read_integer("generation"),
+        attempt=entry.read_integer("attempt"),
         detected_seconds=entry.number("detectedSeconds"),
         recovered_seconds=entry.number("recoveredSeconds"),
         step_before=None if before < 0 else before,
-        resume_step=None if entry.number("resumeStep") is None else entry.integer("resumeStep"),
-        steps_lost=None if entry.number("stepsLost") is None else entry.integer("stepsLost"),
-        pods_replaced=entry.integer("podsReplaced"),
+        resume_step=None if entry.number("resumeStep") is None else entry.read_integer("resumeStep"),
+        steps_lost=None if entry.number("stepsLost") is None else entry.read_integer("stepsLost"),
+        pods_replaced=entry.read_integer("podsReplaced"),
         stages={name: stages[name] for name in STAGES if name in stages},
         rank=_rank(entry),
     )

@@ -21,8 +21,8 @@ from trainium_contract.views.job_view import (
     MilestoneView,
     RoleView,
 )
-from trainium_contract.views.raw import integer, mapping, objects, text
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.raw import read_integer, read_mapping, read_objects, read_text
+from trainium_contract.views.status_reader import read_public_status
 from trainium_contract.views.workload import read_workload
 
 if TYPE_CHECKING:
@@ -45,30 +45,34 @@ def build_job_view(
     not_shown: tuple[str, ...] = (),
 ) -> JobView:
     """Return the view of a TrainingJob as the API server holds it."""
-    metadata, spec, status = mapping(job, "metadata"), mapping(job, "spec"), public_status(job)
-    progress, membership, restarts = status.part("progress"), status.part("membership"), status.part("restarts")
+    metadata, spec, status = read_mapping(job, "metadata"), read_mapping(job, "spec"), read_public_status(job)
+    progress, membership, restarts = (
+        status.read_part("progress"),
+        status.read_part("membership"),
+        status.read_part("restarts"),
+    )
     goodput = build_goodput_view(status, now)
-    step, total = progress.integer("step"), progress.integer("totalSteps")
+    step, total = progress.read_integer("step"), progress.read_integer("totalSteps")
     entries = read_interruptions(status)
     written_at = _find_status_time(metadata, status)
     view = JobView(
-        name=text(metadata, "name"),
-        namespace=text(metadata, "namespace"),
-        uid=text(metadata, "uid"),
+        name=read_text(metadata, "name"),
+        namespace=read_text(metadata, "namespace"),
+        uid=read_text(metadata, "uid"),
         model=read_workload(job).name,
-        managed_by=_manager(spec),
-        phase=status.text("phase"),
-        stage=status.text("stage"),
+        managed_by=_describe_manager(spec),
+        phase=status.read_text("phase"),
+        stage=status.read_text("stage"),
         stage_share=status.number("stageProgress"),
-        age_seconds=_seconds_since(text(metadata, "creationTimestamp"), now),
-        started_at=parse_rfc3339(status.text("startTime")),
-        ended_at=parse_rfc3339(status.text("completionTime")),
+        age_seconds=_compute_seconds_since(read_text(metadata, "creationTimestamp"), now),
+        started_at=parse_rfc3339(status.read_text("startTime")),
+        ended_at=parse_rfc3339(status.read_text("completionTime")),
         step=step,
-        step_reported_at=parse_rfc3339(progress.text("updated")),
-        step_age_seconds=_seconds_since(progress.text("updated"), now),
+        step_reported_at=parse_rfc3339(progress.read_text("updated")),
+        step_age_seconds=_compute_seconds_since(progress.read_text("updated"), now),
         total_steps=total,
         share=min(1.0, step / total) if total > 0 else None,
-        eta_seconds=_eta(status, goodput, total - step),
+        eta_seconds=_estimate_remaining_seconds(status, goodput, total - step),
         step_seconds=_step_seconds(status),
         loss=progress.number("loss"),
         reward_accuracy=progress.number("rewardAccuracy"),
@@ -76,36 +80,36 @@ def build_job_view(
         learning_rate=progress.number("learningRate"),
         grad_norm=progress.number("gradNorm"),
         samples_per_second=progress.number("samplesPerSecond"),
-        size=status.integer("replicas"),
-        training=status.integer("readyReplicas"),
-        requested=integer(mapping(spec, "workers"), "replicas", 1),
-        desired=status.integer("desired"),
-        spares=status.integer("spares"),
-        data_parallel=membership.integer("dataParallel"),
-        generation=membership.integer("generation"),
-        attempt=membership.integer("attempt"),
-        checkpoints=_checkpoints(status, now),
+        size=status.read_integer("replicas"),
+        training=status.read_integer("readyReplicas"),
+        requested=read_integer(read_mapping(spec, "workers"), "replicas", 1),
+        desired=status.read_integer("desired"),
+        spares=status.read_integer("spares"),
+        data_parallel=membership.read_integer("dataParallel"),
+        generation=membership.read_integer("generation"),
+        attempt=membership.read_integer("attempt"),
+        checkpoints=_read_checkpoints(status, now),
         goodput=goodput,
-        restarts=restarts.integer("total"),
-        restarts_by_cause=restarts.numbers("byCause"),
-        verdict=status.text("verdict"),
+        restarts=restarts.read_integer("total"),
+        restarts_by_cause=restarts.read_numbers("byCause"),
+        verdict=status.read_text("verdict"),
         changes=_changes(metadata, status),
-        conditions=tuple(_condition(condition, now) for condition in status.parts("conditions")),
+        conditions=tuple(_read_condition(condition, now) for condition in status.read_parts("conditions")),
         alerts=tuple(
-            AlertView(alert.text("kind"), alert.integer("step"), alert.text("message"))
-            for alert in status.parts("alerts")
+            AlertView(alert.read_text("kind"), alert.read_integer("step"), alert.read_text("message"))
+            for alert in status.read_parts("alerts")
         ),
-        artifacts=tuple(_artifact(artifact) for artifact in status.parts("artifacts")),
-        evaluation=tuple(_figure(measure) for measure in status.parts("evaluation")),
-        evaluations=tuple(_milestone(evaluation) for evaluation in status.parts("evaluations")),
-        roles=tuple(_role(role) for role in status.parts("roles")),
+        artifacts=tuple(_read_artifact(artifact) for artifact in status.read_parts("artifacts")),
+        evaluation=tuple(_read_figure(measure) for measure in status.read_parts("evaluation")),
+        evaluations=tuple(_read_milestone(evaluation) for evaluation in status.read_parts("evaluations")),
+        roles=tuple(_read_role(role) for role in status.read_parts("roles")),
         workers=workers,
         last=entries[-1] if entries else None,
         events=tuple(events),
         advice=(),
         # A deletion raises the generation, and no operator answers it.
         outdated=not metadata.get("deletionTimestamp")
-        and status.integer("observedGeneration") < integer(metadata, "generation"),
+        and status.read_integer("observedGeneration") < read_integer(metadata, "generation"),
         written_seconds_ago=None if written_at is None else max(0.0, now - written_at),
         written_at=written_at,
         not_shown=not_shown,
@@ -114,7 +118,7 @@ def build_job_view(
     return replace(view, advice=advise(view))
 
 
-def cost_view(view: JobView, price: float) -> CostView:
+def compute_cost(view: JobView, price: float) -> CostView:
     """Return the cost of a job at a price of a node-hour."""
     goodput, hourly = view.goodput, price / 3600
     productive = hourly * goodput.node_seconds * (goodput.fleet_ratio or 0.0)
@@ -134,86 +138,99 @@ def cost_view(view: JobView, price: float) -> CostView:
     )
 
 
-def _manager(spec: Mapping[str, Any]) -> str:
-    manager = text(spec, "managedBy")
+def _describe_manager(spec: Mapping[str, Any]) -> str:
+    manager = read_text(spec, "managedBy")
     return "" if is_managed_here(manager) else manager
 
 
-def _seconds_since(stamp: str, now: float) -> float | None:
+def _compute_seconds_since(stamp: str, now: float) -> float | None:
     at = parse_rfc3339(stamp)
     return None if at is None else max(0.0, now - at)
 
 
-def _condition(condition: StatusReader[Condition], now: float) -> ConditionView:
-    age = _seconds_since(condition.text("lastTransitionTime"), now)
+def _read_condition(condition: StatusReader[Condition], now: float) -> ConditionView:
+    age = _compute_seconds_since(condition.read_text("lastTransitionTime"), now)
     return ConditionView(
-        condition.text("type"), condition.text("status"), condition.text("reason"), condition.text("message"), age
+        condition.read_text("type"),
+        condition.read_text("status"),
+        condition.read_text("reason"),
+        condition.read_text("message"),
+        age,
     )
 
 
-def _artifact(report: StatusReader[ArtifactReport]) -> ArtifactView:
+def _read_artifact(report: StatusReader[ArtifactReport]) -> ArtifactView:
     return ArtifactView(
-        report.text("kind"), report.text("path"), report.integer("step"), report.integer("bytes"), report.text("digest")
+        report.read_text("kind"),
+        report.read_text("path"),
+        report.read_integer("step"),
+        report.read_integer("bytes"),
+        report.read_text("digest"),
     )
 
 
-def _figure(measure: StatusReader[EvaluationFigure]) -> FigureView:
+def _read_figure(measure: StatusReader[EvaluationFigure]) -> FigureView:
     return FigureView(
-        measure.text("name"), measure.number("before"), measure.number("after"), measure.number("standardError")
+        measure.read_text("name"), measure.number("before"), measure.number("after"), measure.number("standardError")
     )
 
 
-def _milestone(evaluation: StatusReader[MilestoneEvaluation]) -> MilestoneView:
-    figures = tuple(_figure(figure) for figure in evaluation.parts("figures"))
-    return MilestoneView(evaluation.integer("step"), evaluation.integer("tokens"), figures, evaluation.text("message"))
+def _read_milestone(evaluation: StatusReader[MilestoneEvaluation]) -> MilestoneView:
+    figures = tuple(_read_figure(figure) for figure in evaluation.read_parts("figures"))
+    return MilestoneView(
+        evaluation.read_integer("step"), evaluation.read_integer("tokens"), figures, evaluation.read_text("message")
+    )
 
 
-def _role(role: StatusReader[RoleStatus]) -> RoleView:
+def _read_role(role: StatusReader[RoleStatus]) -> RoleView:
     return RoleView(
-        name=role.text("name"),
-        ready=role.integer("readyReplicas"),
-        replicas=role.integer("replicas"),
-        min_ready=role.integer("minReady"),
-        restarts=role.integer("restarts"),
-        message=role.text("message"),
+        name=role.read_text("name"),
+        ready=role.read_integer("readyReplicas"),
+        replicas=role.read_integer("replicas"),
+        min_ready=role.read_integer("minReady"),
+        restarts=role.read_integer("restarts"),
+        message=role.read_text("message"),
     )
 
 
 def _changes(metadata: Mapping[str, Any], status: StatusReader[PublicStatus]) -> tuple[ChangeView, ...] | None:
     """Return the operator's comparison; None for a spec that it has not observed yet."""
-    record = status.part("failedSpec")
-    is_observed = status.integer("observedGeneration") >= integer(metadata, "generation")
+    record = status.read_part("failedSpec")
+    is_observed = status.read_integer("observedGeneration") >= read_integer(metadata, "generation")
     if not is_observed or not record.has_list("changes"):
         return None
     return tuple(
-        ChangeView(change.text("field"), change.text("was"), change.text("now")) for change in record.parts("changes")
+        ChangeView(change.read_text("field"), change.read_text("was"), change.read_text("now"))
+        for change in record.read_parts("changes")
     )
 
 
-def _checkpoints(status: StatusReader[PublicStatus], now: float) -> CheckpointsView:
-    part = status.part("checkpoint")
-    memory, durable = part.integer("memoryStep", -1), part.integer("durableStep", -1)
-    if status.text("phase") in {"Completed", "Failed", "Suspended"}:
+def _read_checkpoints(status: StatusReader[PublicStatus], now: float) -> CheckpointsView:
+    part = status.read_part("checkpoint")
+    memory, durable = part.read_integer("memoryStep", -1), part.read_integer("durableStep", -1)
+    if status.read_text("phase") in {"Completed", "Failed", "Suspended"}:
         memory = -1  # deleted with the pods
     return CheckpointsView(
         memory_step=None if memory < 0 else memory,
         durable_step=None if durable < 0 else durable,
-        durable_age_seconds=_seconds_since(part.text("durableTime"), now) if durable >= 0 else None,
-        notice=part.text("notice"),
+        durable_age_seconds=_compute_seconds_since(part.read_text("durableTime"), now) if durable >= 0 else None,
+        notice=part.read_text("notice"),
     )
 
 
 def _step_seconds(status: StatusReader[PublicStatus]) -> float | None:
     """Return the reference step time of the present size."""
-    size = status.integer("replicas")
-    accounts = [account for account in status.part("goodput").parts("sizes") if account.integer("size") == size]
+    size = status.read_integer("replicas")
+    accounts = [
+        account for account in status.read_part("goodput").read_parts("sizes") if account.read_integer("size") == size
+    ]
     return accounts[-1].number("stepSeconds") if accounts else None
 
 
-def _eta(status: StatusReader[PublicStatus], goodput: GoodputView, left: int) -> float | None:
+def _estimate_remaining_seconds(status: StatusReader[PublicStatus], goodput: GoodputView, left: int) -> float | None:
     """Estimate the remaining time: remaining steps at the reference step time, with the same share of lost time."""
     reference = _step_seconds(status)
-    if reference is None or left <= 0 or status.text("phase") in {"Completed", "Failed", "Suspended"}:
+    if reference is None or left <= 0 or status.read_text("phase") in {"Completed", "Failed", "Suspended"}:
         return None
     spent = goodput.wall_seconds - goodput.lost_by_stage.get("Startup", 0.0)
     factor = max(1.0, spent / goodput.productive_seconds) if goodput.productive_seconds > 0 else 1.0
@@ -225,10 +242,10 @@ def _find_status_time(metadata: Mapping[str, Any], status: StatusReader[PublicSt
     if not status:
         return None
     stamps = [
-        parse_rfc3339(text(entry, "time"))
-        for entry in objects(metadata, "managedFields")
+        parse_rfc3339(read_text(entry, "time"))
+        for entry in read_objects(metadata, "managedFields")
         if entry.get("subresource") == "status"
     ]
     known = [stamp for stamp in stamps if stamp is not None]
-    accounted = status.part("goodput").number("accountedUntil")
+    accounted = status.read_part("goodput").number("accountedUntil")
     return max([*known, *([accounted] if accounted is not None else [])], default=None)

@@ -22,7 +22,7 @@ def strip_control_characters(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
-def text(source: Any, key: str) -> str:
+def read_text(source: Any, key: str) -> str:
     """Return a string; empty when there is none."""
     value = source.get(key) if isinstance(source, Mapping) else None
     return strip_control_characters(value) if isinstance(value, str) else ""
@@ -40,27 +40,27 @@ def number(source: Any, key: str) -> float | None:
     return result if math.isfinite(result) else None
 
 
-def integer(source: Any, key: str, default: int = 0) -> int:
+def read_integer(source: Any, key: str, default: int = 0) -> int:
     """Return an integer; `default` if there is none."""
     value = number(source, key)
     return default if value is None else int(value)
 
 
-def mapping(source: Any, key: str) -> Mapping[str, Any]:
+def read_mapping(source: Any, key: str) -> Mapping[str, Any]:
     """Return an object; empty when there is none."""
     value = source.get(key) if isinstance(source, Mapping) else None
     return value if isinstance(value, Mapping) else {}
 
 
-def objects(source: Any, key: str) -> list[Mapping[str, Any]]:
+def read_objects(source: Any, key: str) -> list[Mapping[str, Any]]:
     """Return the objects of a list."""
     value = source.get(key) if isinstance(source, Mapping) else None
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
-def numbers(source: Any, key: str) -> dict[str, float]:
+def read_numbers(source: Any, key: str) -> dict[str, float]:
     """Return an object of numbers; other entries are left out."""
-    entries = mapping(source, key)
+    entries = read_mapping(source, key)
     return {
         strip_control_characters(str(name)): value for name in entries if (value := number(entries, name)) is not None
     }

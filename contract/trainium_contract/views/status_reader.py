@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from trainium_contract.views.raw import integer, mapping, number, numbers, objects, text
+from trainium_contract.views.raw import number, read_integer, read_mapping, read_numbers, read_objects, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,23 +33,23 @@ class StatusReader(Generic[_M]):
         """Return whether it has any field."""
         return bool(self._raw)
 
-    def text(self, field: str) -> str:
+    def read_text(self, field: str) -> str:
         """Return a string; empty when there is none."""
-        return text(self._raw, field)
+        return read_text(self._raw, field)
 
     def number(self, field: str) -> float | None:
         """Return a finite number; None when there is none."""
         return number(self._raw, field)
 
-    def integer(self, field: str, default: int = 0) -> int:
+    def read_integer(self, field: str, default: int = 0) -> int:
         """Return a whole number."""
-        return integer(self._raw, field, default)
+        return read_integer(self._raw, field, default)
 
-    def numbers(self, field: str) -> dict[str, float]:
+    def read_numbers(self, field: str) -> dict[str, float]:
         """Return an object of numbers; other entries are left out."""
-        return numbers(self._raw, field)
+        return read_numbers(self._raw, field)
 
-    def integers(self, field: str) -> list[int]:
+    def read_integers(self, field: str) -> list[int]:
         """Return the integers of a list."""
         values = self._raw.get(field)
         return [item for item in values if isinstance(item, int)] if isinstance(values, list) else []
@@ -58,15 +58,15 @@ class StatusReader(Generic[_M]):
         """Return whether there is a list, even an empty one."""
         return isinstance(self._raw.get(field), list)
 
-    def part(self, field: str) -> StatusReader[Any]:
+    def read_part(self, field: str) -> StatusReader[Any]:
         """Return an object, empty if there is none; mypy knows its model."""
-        return StatusReader(mapping(self._raw, field))
+        return StatusReader(read_mapping(self._raw, field))
 
-    def parts(self, field: str) -> list[StatusReader[Any]]:
+    def read_parts(self, field: str) -> list[StatusReader[Any]]:
         """Return the objects of a list; mypy knows their model."""
-        return [StatusReader(item) for item in objects(self._raw, field)]
+        return [StatusReader(item) for item in read_objects(self._raw, field)]
 
 
-def public_status(job: Mapping[str, Any]) -> StatusReader[PublicStatus]:
+def read_public_status(job: Mapping[str, Any]) -> StatusReader[PublicStatus]:
     """Return the public status of a TrainingJob as the API server holds it."""
-    return StatusReader(mapping(job, "status"))
+    return StatusReader(read_mapping(job, "status"))

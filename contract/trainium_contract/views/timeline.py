@@ -100,7 +100,7 @@ class _Worker:
         """Return whether its pod exists and neither runs nor has completed."""
         return self.pod is not None and self.pod.state not in _HEALTHY_STATES
 
-    def priority(self, begin: float) -> int:
+    def rank_priority(self, begin: float) -> int:
         """Rank its row; the lowest is the most informative."""
         if self.is_unhealthy:
             return 0
@@ -136,7 +136,7 @@ def build_timeline(
         ranks = ranks_by_pod.get(name) if job_ended or pod is not None else None
         worker = _Worker(name, pod, interruptions.get(name, []), ranks, name in ranks_by_pod)
         newest = max((entry.at or 0.0 for entry in worker.entries), default=0.0)
-        rows.append((worker.priority(begin), -newest, builder.build(worker)))
+        rows.append((worker.rank_priority(begin), -newest, builder.build(worker)))
     rows.sort(key=lambda priority_and_row: priority_and_row[:2])
     informative = sum(priority < _UNCHANGED for priority, _, _ in rows)
     shown_count = min(MAX_ROWS, max(informative, MIN_ROWS))
@@ -184,14 +184,14 @@ class _RowBuilder:
             lost = entry.recovered_seconds if entry.recovered_seconds is not None else unresolved_seconds
             text = f"{worker.name} on {entry.node or 'no node'}: {entry.cause} -> {entry.response}"
             segments += [
-                self._segment_until(entry, worker, max(self._starts.get(entry.generation, at), first), at),
+                self._build_segment_until(entry, worker, max(self._starts.get(entry.generation, at), first), at),
                 Segment(at, at + lost, WorkerState.FAILED, text),
             ]
         if worker.pod is not None or worker.ranks is not None:
-            segments += self._current_segments(worker, max(first, created or first))
+            segments += self._build_current_segments(worker, max(first, created or first))
         return WorkerRow(worker.name, _merge_segments(segments, first, self._end, worker.pod))
 
-    def _segment_until(self, entry: InterruptionView, worker: _Worker, since: float, at: float) -> Segment:
+    def _build_segment_until(self, entry: InterruptionView, worker: _Worker, since: float, at: float) -> Segment:
         """Return a member's segment until an interruption, with its present or recorded ranks."""
         if worker.ranks is not None and self._current_since is not None and since >= self._current_since:
             return Segment(since, at, WorkerState.TRAINED, f"{worker.name}: ranks {worker.ranks}")
@@ -202,7 +202,7 @@ class _RowBuilder:
         text = f"{worker.name}: ranks {ranks} of generation {entry.generation}"
         return Segment(since, at, WorkerState.TRAINED, text)
 
-    def _current_segments(self, worker: _Worker, first: float) -> list[Segment]:
+    def _build_current_segments(self, worker: _Worker, first: float) -> list[Segment]:
         """Return the present segments of a worker that has existed since `first`."""
         pod, end = worker.pod, self._end
         location = f"{worker.name} on {(pod.node if pod is not None else '') or 'no node'}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.views.raw import integer, mapping, number, objects, text
+from trainium_contract.views.raw import number, read_integer, read_mapping, read_objects, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -85,10 +85,10 @@ def parse_trace(data: bytes) -> Trace:
         content = json.loads(data.decode(errors="replace"), strict=False)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON ({error})") from error
-    if not isinstance(content, dict) or not objects(content, "traceEvents"):
+    if not isinstance(content, dict) or not read_objects(content, "traceEvents"):
         raise ValueError("it has no traceEvents")
-    known = mapping(content, "trainium") or mapping(content, "distributedInfo")
-    return Trace(integer(known, "rank"), content)
+    known = read_mapping(content, "trainium") or read_mapping(content, "distributedInfo")
+    return Trace(read_integer(known, "rank"), content)
 
 
 def summarize_trace(trace: Trace) -> TraceSummary:
@@ -96,14 +96,14 @@ def summarize_trace(trace: Trace) -> TraceSummary:
     threads = defaultdict[tuple[str, str], list[tuple[float, float, str]]](list)
     lengths: dict[int, float] = {}
     annotations: list[tuple[tuple[str, str], float, str]] = []
-    for event in objects(trace.content, "traceEvents"):
-        start, length, name = number(event, "ts"), number(event, "dur"), text(event, "name")
-        if event.get("ph") != "X" or start is None or length is None or text(event, "cat") in _REPEATED_CATEGORIES:
+    for event in read_objects(trace.content, "traceEvents"):
+        start, length, name = number(event, "ts"), number(event, "dur"), read_text(event, "name")
+        if event.get("ph") != "X" or start is None or length is None or read_text(event, "cat") in _REPEATED_CATEGORIES:
             continue
         thread = str(event.get("pid")), str(event.get("tid"))
         if step := _STEP.fullmatch(name):
             lengths[int(step[1])], name = length, _STEP_SPAN
-        elif text(event, "cat") == "user_annotation":
+        elif read_text(event, "cat") == "user_annotation":
             annotations.append((thread, length, name))
         threads[thread].append((start, length, name))
     parts: dict[str, list[float]] = {}
@@ -149,7 +149,7 @@ def merge_traces(traces: Sequence[Trace]) -> bytes:
     base_times = [number(trace.content, "baseTimeNanoseconds") or 0.0 for trace in traces]
     merged_pids: dict[tuple[int, int], int] = {}
     for trace, base_time in zip(traces, base_times, strict=True):
-        for event in objects(trace.content, "traceEvents"):
+        for event in read_objects(trace.content, "traceEvents"):
             pid = event.get("pid")
             if not isinstance(pid, int):
                 continue  # marks of the profiler itself
@@ -159,7 +159,7 @@ def merge_traces(traces: Sequence[Trace]) -> bytes:
             if "id" in event:  # flow arrows of different ranks are separate
                 changed["id"] = f"{trace.rank}.{event['id']}"
             if event.get("ph") == "M" and event.get("name") == "process_name":
-                changed["args"] = {"name": f"rank {trace.rank}: {text(mapping(event, 'args'), 'name')}"}
+                changed["args"] = {"name": f"rank {trace.rank}: {read_text(read_mapping(event, 'args'), 'name')}"}
             events.append(changed)
     # The events come first: older versions of Perfetto's trace processor read no events after other keys.
     merged = {"traceEvents": events, "displayTimeUnit": "ms", "baseTimeNanoseconds": int(base_times[0])}

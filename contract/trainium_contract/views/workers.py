@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.views.interruptions import format_ranks
-from trainium_contract.views.raw import integer, mapping, number, objects, strip_control_characters, text
+from trainium_contract.views.raw import (
+    number,
+    read_integer,
+    read_mapping,
+    read_objects,
+    read_text,
+    strip_control_characters,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,30 +110,32 @@ class RankRow:
 def build_members(record: Mapping[str, Any]) -> Members:
     """Return the members in a record of the membership."""
     rows = [
-        MemberRow(integer(member, "nodeRank"), text(member, "podName"), text(member, "nodeName"))
-        for member in objects(record, "members")
+        MemberRow(read_integer(member, "nodeRank"), read_text(member, "podName"), read_text(member, "nodeName"))
+        for member in read_objects(record, "members")
     ]
     rows.sort(key=lambda row: row.rank)
-    return Members(integer(record, "generation"), max(1, integer(record, "processesPerNode", 1)), tuple(rows))
+    return Members(read_integer(record, "generation"), max(1, read_integer(record, "processesPerNode", 1)), tuple(rows))
 
 
 def parse_pod_table(table: Mapping[str, Any], now: float | None = None) -> tuple[PodRow, ...]:
     """Return the pods of the server's table; with `now`, also their creation times."""
-    columns = [_FIELD_BY_COLUMN.get(text(column, "name"), "") for column in objects(table, "columnDefinitions")]
+    columns = [
+        _FIELD_BY_COLUMN.get(read_text(column, "name"), "") for column in read_objects(table, "columnDefinitions")
+    ]
     rows = []
-    for table_row in objects(table, "rows"):
+    for table_row in read_objects(table, "rows"):
         values = table_row.get("cells")
         cells = dict(zip(columns, values, strict=False)) if isinstance(values, list) else {}
         name, state, node, age = (
             strip_control_characters(str(cells.get(key) or "")) for key in ("name", "state", "node", "age")
         )
-        seconds = _age_seconds(age) if now is not None else None
+        seconds = _parse_age(age) if now is not None else None
         created = now - seconds if now is not None and seconds is not None else None
         rows.append(PodRow(name, state, "" if node == _NO_NODE else node, created))
     return tuple(rows)
 
 
-def _age_seconds(age: str) -> float | None:
+def _parse_age(age: str) -> float | None:
     """Parse an age such as `3m34s`, as the server writes it; None for any other text."""
     if not _AGE.fullmatch(age):
         return None
@@ -157,20 +166,20 @@ def build_rank_rows(
 
     `records_by_pod` has the records of each pod's monitor, or why there are none.
     """
-    slow = {straggler.text("pod"): straggler.number("slowdown") for straggler in status.parts("stragglers")}
+    slow = {straggler.read_text("pod"): straggler.number("slowdown") for straggler in status.read_parts("stragglers")}
     rows = []
     for member in members.rows:
         records_or_reason = records_by_pod.get(member.pod, "")
         records = (
             {}
             if isinstance(records_or_reason, str)
-            else {integer(record, "localRank"): record for record in records_or_reason}
+            else {read_integer(record, "localRank"): record for record in records_or_reason}
         )
         note = records_or_reason if isinstance(records_or_reason, str) else ""
         for local in range(members.processes_per_node):
             rank = member.rank * members.processes_per_node + local
             rows.append(_rank(rank, member, records.get(local), slow.get(member.pod), note, now))
-    return tuple(sorted(rows, key=_slowness_key))
+    return tuple(sorted(rows, key=_build_slowness_key))
 
 
 def _rank(
@@ -178,25 +187,25 @@ def _rank(
 ) -> RankRow:
     if record is None:
         return RankRow(rank, member.pod, member.node, slowdown=slowdown, note=note)
-    updated, step = number(record, "updated"), integer(record, "step", -1)
+    updated, step = number(record, "updated"), read_integer(record, "step", -1)
     return RankRow(
         rank=rank,
         pod=member.pod,
         node=member.node,
         step=None if step < 0 else step,
-        phase=text(record, "phase").capitalize(),
+        phase=read_text(record, "phase").capitalize(),
         step_seconds=number(record, "step_seconds"),
         seconds_since_step=max(0.0, now - updated) if updated else None,
         slowdown=slowdown,
     )
 
 
-def _slowness_key(row: RankRow) -> tuple[float, float, float, int]:
+def _build_slowness_key(row: RankRow) -> tuple[float, float, float, int]:
     """Return a sort key: ranks that lag, then the operator's stragglers, then the longest steps."""
     step = -1.0 if row.note else float("inf") if row.step is None else float(row.step)
     return (step, -(row.slowdown or 0.0), -(row.step_seconds or 0.0), row.rank)
 
 
-def metadata_name(raw: Mapping[str, Any]) -> str:
+def read_name(raw: Mapping[str, Any]) -> str:
     """Return the name of an object."""
-    return text(mapping(raw, "metadata"), "name")
+    return read_text(read_mapping(raw, "metadata"), "name")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.views.raw import mapping, strip_control_characters, text
+from trainium_contract.views.raw import read_mapping, read_text, strip_control_characters
 from trainium_contract.wire.worker_env import AGENT_INTERPRETER, CHECKPOINT_MOUNT
 
 if TYPE_CHECKING:
@@ -34,17 +34,17 @@ class WorkloadView:
 
 def read_workload(job: Mapping[str, Any]) -> WorkloadView:
     """Return what a job runs."""
-    metadata, spec = mapping(job, "metadata"), mapping(job, "spec")
-    program, storage = mapping(spec, "program"), mapping(mapping(spec, "checkpoint"), "storage")
-    sub_path = text(storage, "subPath")
+    metadata, spec = read_mapping(job, "metadata"), read_mapping(job, "spec")
+    program, storage = read_mapping(spec, "program"), read_mapping(read_mapping(spec, "checkpoint"), "storage")
+    sub_path = read_text(storage, "subPath")
     if program:
-        root = text(mapping(program, "checkpoints"), "path")
+        root = read_text(read_mapping(program, "checkpoints"), "path")
         stored_path = "/".join(filter(None, (sub_path, root.removeprefix(CHECKPOINT_MOUNT).strip("/"))))
         return WorkloadView(_format_command(program), root, stored_path, tuple(AGENT_INTERPRETER), has_tools=False)
-    model = mapping(mapping(spec, "trainer"), "model")
-    name = text(model, "preset") or strip_control_characters(str(mapping(model, "weights").get("path") or ""))
-    stored_path = sub_path or f"{text(metadata, 'namespace')}/{text(metadata, 'name')}"
-    root = f"{text(storage, 'uri') or CHECKPOINT_MOUNT}/{stored_path}"
+    model = read_mapping(read_mapping(spec, "trainer"), "model")
+    name = read_text(model, "preset") or strip_control_characters(str(read_mapping(model, "weights").get("path") or ""))
+    stored_path = sub_path or f"{read_text(metadata, 'namespace')}/{read_text(metadata, 'name')}"
+    root = f"{read_text(storage, 'uri') or CHECKPOINT_MOUNT}/{stored_path}"
     if not any(storage.get(kind) for kind in _PERSISTENT_KINDS):
         root = CHECKPOINT_MOUNT
     return WorkloadView(name or "model of its own shape", root, stored_path, ("python",), has_tools=True)

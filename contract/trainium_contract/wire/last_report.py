@@ -37,7 +37,7 @@ def encode_last_report(heartbeat: HeartbeatRequest, text: str = "") -> str:
     message = heartbeat.replaced(stuck=(), kernel=kernel, checks=(), compiled=(), waiting_for=())
     if verdict is not None:
         text = verdict.message or text
-        message = _with_verdict_message(message, verdict, "")
+        message = _set_verdict_message(message, verdict, "")
     line = _encode(message)
     if len(line.encode()) > MAX_REPORT_BYTES:
         failures = tuple(failure.replaced(message="") for failure in message.failures)
@@ -67,21 +67,25 @@ def parse_last_report(message: str, pod_uid: str, exit_code: int | None) -> tupl
         heartbeat = HeartbeatRequest.model_validate_json(line)
     except ValidationError:
         return None, message
-    if heartbeat.generation == 0 or heartbeat.pod_uid != pod_uid or exit_code not in _expected_exit_codes(heartbeat):
+    if (
+        heartbeat.generation == 0
+        or heartbeat.pod_uid != pod_uid
+        or exit_code not in _list_expected_exit_codes(heartbeat)
+    ):
         return None, message
     if heartbeat.verdict is not None:
-        heartbeat = _with_verdict_message(heartbeat, heartbeat.verdict, text.rstrip("\n")[:_VERDICT_CHARACTERS])
+        heartbeat = _set_verdict_message(heartbeat, heartbeat.verdict, text.rstrip("\n")[:_VERDICT_CHARACTERS])
     return heartbeat, text
 
 
-def _expected_exit_codes(heartbeat: HeartbeatRequest) -> tuple[int, ...]:
+def _list_expected_exit_codes(heartbeat: HeartbeatRequest) -> tuple[int, ...]:
     if heartbeat.phase is WorkerPhase.FINISHED:
         return (ExitCode.FINISHED,)
     verdict = heartbeat.verdict
     return (ExitCode.YIELDING,) if verdict is None else (ExitCode.YIELDING, verdict.exit_code)
 
 
-def _with_verdict_message(heartbeat: HeartbeatRequest, verdict: ProcessFailure, message: str) -> HeartbeatRequest:
+def _set_verdict_message(heartbeat: HeartbeatRequest, verdict: ProcessFailure, message: str) -> HeartbeatRequest:
     """Return the heartbeat with this message of the verdict, also where the verdict is among the failures."""
     failures = tuple(
         failure.replaced(message=message) if _is_same(failure, verdict) else failure for failure in heartbeat.failures

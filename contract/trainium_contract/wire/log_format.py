@@ -49,16 +49,16 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one line, without its end."""
-        return self.line(record).to_line()
+        return self.build_line(record).to_line()
 
-    def line(self, record: logging.LogRecord) -> LogLine:
+    def build_line(self, record: logging.LogRecord) -> LogLine:
         """Return the line of a record."""
         own = {key: getattr(record, key) for key in _EXTRA_FIELDS if getattr(record, key, None) is not None}
         return build_log_line(
             record.getMessage(),
             error=self.formatException(record.exc_info) if record.exc_info else None,
             time=format_time(record.created),
-            level=_level(record.levelno),
+            level=_round_level(record.levelno),
             source=self._source,
             logger=record.name[:_MAX_LOGGER_CHARACTERS] or "root",
             **{**self._known(), **own},
@@ -73,7 +73,7 @@ class TextFormatter(logging.Formatter):
         return redact_secrets(super().format(record))
 
 
-def _level(number: int) -> LogLevel:
+def _round_level(number: int) -> LogLevel:
     """Return the level of any number; a custom level counts as the next lower one."""
     if number < logging.INFO:
         return LogLevel.DEBUG

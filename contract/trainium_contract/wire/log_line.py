@@ -131,7 +131,7 @@ def build_log_line(message: str, *, error: str | None = None, **fields: Any) -> 
     try:
         return LogLine(**values)
     except ValidationError as validation_error:
-        invalid_fields = _invalid_fields(validation_error)
+        invalid_fields = _list_invalid_fields(validation_error)
         if invalid_fields & (_REQUIRED_FIELDS | {"level"}):
             raise
         return LogLine(**{key: value for key, value in values.items() if key not in invalid_fields})
@@ -154,7 +154,7 @@ def read_log_line(raw: str | bytes) -> LogLine | None:
     try:
         return LogLine.model_validate(values)
     except ValidationError as validation_error:
-        invalid_fields = _invalid_fields(validation_error)
+        invalid_fields = _list_invalid_fields(validation_error)
     if invalid_fields & _REQUIRED_FIELDS:
         return None
     return LogLine.model_validate({key: value for key, value in values.items() if key not in invalid_fields})
@@ -173,7 +173,7 @@ def _sanitize(text: str) -> str:
     return redact_secrets(text[: 2 * ERROR_CHARACTERS].encode(errors="backslashreplace").decode())
 
 
-def _invalid_fields(validation_error: ValidationError) -> frozenset[str]:
+def _list_invalid_fields(validation_error: ValidationError) -> frozenset[str]:
     return frozenset(
         str(error["loc"][0])
         for error in validation_error.errors(include_url=False, include_input=False)

@@ -100,7 +100,7 @@ class FrameReader:
         self._max_length = max_length
         self._held = b""
 
-    def frames(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+    def split_frames(self, data: bytes) -> Iterator[tuple[int, bytes]]:
         """Yield kind and payload of each complete frame. Raises FrameTooLongError."""
         buffer = self._held + data if self._held else data
         at = 0
@@ -116,7 +116,7 @@ class FrameReader:
         self._held = buffer[at:]
 
 
-def jitter_fraction(drawn: float, *, after_change: bool) -> float:
+def draw_jitter(drawn: float, *, after_change: bool) -> float:
     """Return the share of `fullHeartbeatSeconds` until the next unprompted HEARTBEAT; `drawn` is random, from 0 to 1.
 
     Changes come from all agents of a job at once. The heartbeats after a change are spread over the whole interval, so

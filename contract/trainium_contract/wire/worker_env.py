@@ -136,11 +136,11 @@ AGENT_INTERPRETER = (
 """Start of a command that needs nothing from the image in which it runs, not even a C library."""
 
 
-def role_variable(role: str) -> str:
+def format_role_variable(role: str) -> str:
     """Return the name of the variable with the addresses of a role."""
     return ENV_ROLE_PREFIX + role.upper().replace("-", "_")
 
 
-def ranks_grace(pod_seconds: int) -> float:
+def compute_ranks_grace(pod_seconds: int) -> float:
     """Return the time for ranks to save in a pod with this grace period; of a short one the agent keeps half."""
     return max(pod_seconds - EXIT_MARGIN_SECONDS, pod_seconds / 2)

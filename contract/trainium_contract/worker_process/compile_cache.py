@@ -85,10 +85,10 @@ class LocalCache:
 
     def has(self, key: str) -> bool:
         """Return whether all files of the key exist, by name and size."""
-        entry = _read_entry(self._entry_file(key), key)
+        entry = _read_entry(self._get_entry_file(key), key)
         return entry is not None and all(_size(self.folder / file.path) == file.size for file in entry.files)
 
-    def finished_files(self) -> Iterator[Path]:
+    def list_finished_files(self) -> Iterator[Path]:
         """Yield the files that a compiler has finished."""
         for root, folders, names in os.walk(self.folder):
             folders[:] = [name for name in folders if not name.startswith(".")]
@@ -100,19 +100,19 @@ class LocalCache:
                 if not name.startswith(".") and not name.endswith(_UNFINISHED_SUFFIXES):
                     yield folder / name
 
-    def entry(self, key: str) -> CacheEntry:
+    def build_entry(self, key: str) -> CacheEntry:
         """Return the current files of the folder as the entry of a key."""
         files = [
             CachedFile(path=str(path.relative_to(self.folder)), size=path.stat().st_size, digest=_digest(path))
-            for path in self.finished_files()
+            for path in self.list_finished_files()
         ]
         return CacheEntry(key=key, files=tuple(files))
 
     def mark_complete(self, entry: CacheEntry) -> None:
         """Record that the key is complete."""
-        _write_entry(self._entry_file(entry.key), entry)
+        _write_entry(self._get_entry_file(entry.key), entry)
 
-    def _entry_file(self, key: str) -> Path:
+    def _get_entry_file(self, key: str) -> Path:
         return self.folder / _OWN / f"{key}.json"
 
 
@@ -128,40 +128,42 @@ class SharedCache:
 
     def has(self, key: str) -> bool:
         """Return whether the key was published."""
-        return self._entry_file(key).exists()
+        return self._get_entry_file(key).exists()
 
     def fetch(self, key: str, local: LocalCache) -> CacheEntry | None:
         """Copy the files of a key that the node lacks; None if the key is missing, or damaged and set aside."""
-        entry = _read_entry(self._entry_file(key), key)
+        entry = _read_entry(self._get_entry_file(key), key)
         if entry is None:
             return None
         try:
             # A compiler treats a folder with its marker as complete, so markers are copied last.
             for file in sorted(entry.files, key=lambda file: file.path.endswith(_FINISHED)):
-                target = _path_within(local.folder, file.path)
+                target = _resolve_within(local.folder, file.path)
                 if _size(target) != file.size:
                     self._copy_in(file, target)
         except DamagedError as damage:
             _log.warning("%s: it is set aside and compiled again", damage)
             with contextlib.suppress(OSError):
-                self._entry_file(key).rename(self._entry_file(key).with_suffix(f".damaged-{uuid.uuid4().hex[:8]}"))
+                self._get_entry_file(key).rename(
+                    self._get_entry_file(key).with_suffix(f".damaged-{uuid.uuid4().hex[:8]}")
+                )
             return None
         local.mark_complete(entry)
         return entry
 
     def publish(self, key: str, local: LocalCache) -> CacheEntry:
         """Copy the files that the shared folder lacks, then write the key."""
-        entry = local.entry(key)
+        entry = local.build_entry(key)
         for file in entry.files:
-            target = self._file(file)
+            target = self._get_file(file)
             if _size(target) != file.size:
                 _copy(local.folder / file.path, target, file.digest)
-        _write_entry(self._entry_file(key), entry)
+        _write_entry(self._get_entry_file(key), entry)
         local.mark_complete(entry)
         return entry
 
     def _copy_in(self, file: CachedFile, target: Path) -> None:
-        source = self._file(file)
+        source = self._get_file(file)
         try:
             _copy(source, target, file.digest)
         except FileNotFoundError as error:
@@ -171,10 +173,10 @@ class SharedCache:
                 source.rename(source.with_suffix(f".damaged-{uuid.uuid4().hex[:8]}"))
             raise
 
-    def _file(self, file: CachedFile) -> Path:
+    def _get_file(self, file: CachedFile) -> Path:
         return self.folder / "files" / file.digest[:2] / file.digest
 
-    def _entry_file(self, key: str) -> Path:
+    def _get_entry_file(self, key: str) -> Path:
         return self.folder / "keys" / f"{key}.json"
 
 
@@ -203,7 +205,7 @@ def fill_cache(
         if shared is not None:
             shared.publish(key, local)
         else:
-            local.mark_complete(local.entry(key))
+            local.mark_complete(local.build_entry(key))
     return CompileOutcome.COMPILED
 
 
@@ -271,7 +273,7 @@ def _read_entry(path: Path, key: str) -> CacheEntry | None:
     return entry if entry.key == key else None
 
 
-def _path_within(folder: Path, path: str) -> Path:
+def _resolve_within(folder: Path, path: str) -> Path:
     """Return `path` within the folder. Raises DamagedError for a path outside it."""
     if ".." in Path(path).parts:
         raise DamagedError(f"the cache names a file outside of its folder: {path}")

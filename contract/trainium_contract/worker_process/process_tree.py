@@ -6,18 +6,18 @@ import contextlib
 from pathlib import Path
 
 
-def descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """Return every live descendant of a process, parents before children."""
     processes: list[int] = []
     pending = [pid]
     while pending:
-        new = children(pending.pop())
+        new = list_children(pending.pop())
         processes += new
         pending += new
     return processes
 
 
-def children(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     """Return the children of a process."""
     pids: list[int] = []
     with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ import yaml
 from trainium_contract.pages.facts import format_goodput
 from trainium_contract.pages.formatting import format_duration
 from trainium_contract.views.goodput import GoodputView, build_goodput_view
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.status_reader import read_public_status
 from trainium_devcluster.cluster import system_values
 from trainium_devcluster.demos.curves import Curves, Fault, draw_curves, fault_table
 from trainium_devcluster.demos.session import NAMESPACE, REPOSITORY, DemoSession, Outcome
@@ -68,7 +68,7 @@ class DemoJob(JobDriver):
     @property
     def goodput(self) -> GoodputView:
         """The ledger of the job."""
-        return build_goodput_view(public_status({"status": self.current}), time.time())
+        return build_goodput_view(read_public_status({"status": self.current}), time.time())
 
     @property
     def global_batch(self) -> int:

@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from trainium_contract.pages.facts import job_facts
+from trainium_contract.pages.facts import list_job_facts
 from trainium_contract.views.job import build_job_view
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class View:
         if self._live is not None:
             self._live.update(self._panel())
         elif time.monotonic() - self._printed > QUIET_SECONDS:
-            facts = {fact.label: fact.value for fact in job_facts(self._job, ages=False)}
+            facts = {fact.label: fact.value for fact in list_job_facts(self._job, ages=False)}
             shown = (facts[label] for label in ("Phase", "Progress", "Speed", "Size"))
             line = f"           {self._job.name}: {'; '.join(filter(None, shown))}"
             if line == self._line:
@@ -64,7 +64,7 @@ class View:
         if self._job is None:
             return Text("")
         table = Table.grid(padding=(0, 2))
-        for fact in job_facts(self._job, with_bar=True):
+        for fact in list_job_facts(self._job, with_bar=True):
             if fact.value or fact.warning:
                 table.add_row(fact.label, Text(f"{fact.value}  {fact.warning}".strip()))
         return Panel(table, title=f"TrainingJob {self._job.namespace}/{self._job.name}", title_align="left")

@@ -131,7 +131,7 @@ class WorkerPods:
 
     def find_job(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
         """See PodDirectory."""
-        entry = self.pods.entry((namespace, pod_name))
+        entry = self.pods.get_entry((namespace, pod_name))
         if entry is None or entry.uid != pod_uid or entry.owner is None:
             return None
         job = self.jobs.get((entry.owner.namespace, entry.owner.name))
@@ -139,7 +139,7 @@ class WorkerPods:
 
     def is_orphaned(self, namespace: str, pod_name: str, pod_uid: str) -> bool:
         """See PodDirectory. An operator creates no pod before it has read the job, so a missing job was deleted."""
-        entry = self.pods.entry((namespace, pod_name))
+        entry = self.pods.get_entry((namespace, pod_name))
         if entry is None or entry.uid != pod_uid or entry.owner is None or not self.is_current():
             return False
         job = self.jobs.get((entry.owner.namespace, entry.owner.name))

@@ -24,7 +24,7 @@ from trainium_contract.views.curve import CurvePoint, LiveCurve
 from trainium_contract.views.events import EventView, build_event_views
 from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.job import build_job_view
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.status_reader import read_public_status
 from trainium_contract.views.workers import PodRow, build_members, count_workers
 from trainium_contract.wire.worker_env import KIND
 from trainium_operator.bounded_dict import BoundedDict
@@ -100,10 +100,12 @@ class JobPageData:
         while len(self._curves) > MAX_CURVES:
             self._curves.popitem(last=False)
 
-    def rows(self, namespace: str) -> list[JobRow]:
+    def list_rows(self, namespace: str) -> list[JobRow]:
         """Return the jobs of a namespace; of all if it is empty."""
         entries = self._caches.jobs.store.snapshot().items()
-        return [_row(self._with_newest_status(entry.view)) for key, entry in entries if namespace in ("", key[0])]
+        return [
+            _build_row(self._apply_refused_status(entry.view)) for key, entry in entries if namespace in ("", key[0])
+        ]
 
     def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., JobReport] | None:
         """Return a function that creates the report of a job in any thread; None without such a job.
@@ -113,24 +115,24 @@ class JobPageData:
         record = self._caches.jobs.store.get((namespace, name))
         if record is None:
             return None
-        owned = self._caches.pods.store.owned_by(record.id).values() if pods else None
+        owned = self._caches.pods.store.list_owned_by(record.id).values() if pods else None
         since, curve = self._curves.get(record.uid, (0.0, LiveCurve(CURVE_POINTS)))
         snapshot = _JobSnapshot(
-            self._with_newest_status(record),
+            self._apply_refused_status(record),
             tuple(sorted(owned, key=lambda pod: pod.ordinal)) if owned is not None else None,
-            self._membership(record) if members else None,
+            self._defer_membership(record) if members else None,
             curve.points,
             since,
         )
         return partial(_report, snapshot)
 
-    def _with_newest_status(self, record: JobRecord) -> JobRecord:
-        return record if record.view is None else replace(record, view=self._caches.with_newest_status(record.view))
+    def _apply_refused_status(self, record: JobRecord) -> JobRecord:
+        return record if record.view is None else replace(record, view=self._caches.apply_refused_status(record.view))
 
-    def _membership(self, record: JobRecord) -> Callable[[], dict[str, Any] | None]:
+    def _defer_membership(self, record: JobRecord) -> Callable[[], dict[str, Any] | None]:
         """Return a function that decompresses the record, because a large one takes a while."""
-        key = (record.namespace, names.membership_name(record.name))
-        child = self._caches.config_maps.store.owned_by(record.id).get(key)
+        key = (record.namespace, names.format_membership_name(record.name))
+        child = self._caches.config_maps.store.list_owned_by(record.id).get(key)
 
         def read() -> dict[str, Any] | None:
             membership = child.membership if child is not None else None
@@ -138,7 +140,7 @@ class JobPageData:
 
         return read
 
-    async def events(self, namespace: str, name: str) -> tuple[EventView, ...] | str:
+    async def list_events(self, namespace: str, name: str) -> tuple[EventView, ...] | str:
         """Return events about a job, the newest first, or the reason why they are not known."""
         record = self._caches.jobs.store.get((namespace, name))
         if record is None:
@@ -167,16 +169,16 @@ class JobPageData:
 
 
 def _report(snapshot: _JobSnapshot, *, now: float, events: tuple[EventView, ...], notes: tuple[str, ...]) -> JobReport:
-    job = _as_stored(snapshot.record)
+    job = _rebuild_job(snapshot.record)
     record = snapshot.membership() if snapshot.membership is not None else None
     members = build_members(record) if record is not None else None
-    pods = tuple(map(_pod_row, snapshot.pods)) if snapshot.pods is not None else ()
+    pods = tuple(map(_build_pod_row, snapshot.pods)) if snapshot.pods is not None else ()
     workers = count_workers(pods, members) if snapshot.pods is not None else None
     if snapshot.record.error:
         notes = (*notes, f"the job cannot be read: {snapshot.record.error}")
     return JobReport(
         view=build_job_view(job, now=now, workers=workers, events=events),
-        entries=read_interruptions(public_status(job)),
+        entries=read_interruptions(read_public_status(job)),
         members=members,
         checkpoints=None,
         curve=snapshot.curve,
@@ -186,7 +188,7 @@ def _report(snapshot: _JobSnapshot, *, now: float, events: tuple[EventView, ...]
     )
 
 
-def _as_stored(record: JobRecord) -> dict[str, Any]:
+def _rebuild_job(record: JobRecord) -> dict[str, Any]:
     """Return the job as the API server stores it, as far as it is cached."""
     metadata: dict[str, Any] = {"namespace": record.namespace, "name": record.name, "uid": record.uid}
     view = record.view
@@ -197,13 +199,13 @@ def _as_stored(record: JobRecord) -> dict[str, Any]:
     return {"metadata": metadata, "spec": view.spec.to_wire(), "status": view.status.to_wire()}
 
 
-def _pod_row(pod: PodView) -> PodRow:
+def _build_pod_row(pod: PodView) -> PodRow:
     """Return the pod with its state as kubectl shows it."""
     state = "Terminating" if pod.deleting else pod.reason or _STATES.get(pod.phase, pod.phase.value)
     return PodRow(pod.name, state, pod.node, pod.created or None)
 
 
-def _row(record: JobRecord) -> JobRow:
+def _build_row(record: JobRecord) -> JobRow:
     view = record.view
     if view is None:
         note = f"{record.managed_elsewhere} controls it" if record.managed_elsewhere else record.error

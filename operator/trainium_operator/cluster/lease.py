@@ -110,7 +110,7 @@ class LeaseElector:
                     return
             except (ApiError, TimeoutError) as error:
                 logger.warning("lease %s/%s: %s", self.namespace, self.name, str(error) or "timed out")
-            holder = self._spec().get("holderIdentity", "")
+            holder = self._build_spec().get("holderIdentity", "")
             if holder != waiting_for:
                 waiting_for = holder
                 logger.info("standing by: %s leads", holder or "nobody")
@@ -130,7 +130,7 @@ class LeaseElector:
 
     def is_pending(self) -> bool:
         """Return whether this process leads or may lead soon: the holder has released, or has missed a renewal."""
-        if self.leading or not self._spec().get("holderIdentity"):
+        if self.leading or not self._build_spec().get("holderIdentity"):
             return True
         return asyncio.get_running_loop().time() - self._seen_at > 2 * self.times.retry
 
@@ -192,7 +192,7 @@ class LeaseElector:
         return True
 
     def _is_free(self, now: float) -> bool:
-        spec = self._spec()
+        spec = self._build_spec()
         holder = as_text(spec.get("holderIdentity"))
         seen = (holder, as_text(spec.get("renewTime")), as_integer(spec.get("leaseTransitions")) or 0)
         if seen != self._seen:
@@ -212,7 +212,7 @@ class LeaseElector:
                 self._lease = await self.api.get(LEASES, self.namespace, self.name, attempts=1)
             except NotFoundError:
                 await self._create()
-            holder = self._spec().get("holderIdentity")
+            holder = self._build_spec().get("holderIdentity")
             if holder != self.identity:
                 self._lose(f"{holder or 'nobody'} holds the lease now")
             await self._write(holder=self.identity, duration=self.times.duration)
@@ -220,7 +220,7 @@ class LeaseElector:
 
     async def _create(self) -> None:
         owners = self.owners()
-        body = self._body({"ownerReferences": owners} if owners else {})
+        body = self._build_body({"ownerReferences": owners} if owners else {})
         self._lease = await self.api.create(LEASES, self.namespace, body, attempts=1)
 
     def _lose(self, why: str) -> None:
@@ -228,13 +228,13 @@ class LeaseElector:
         raise LeaseLostError(why)
 
     async def _write(self, *, holder: str, duration: float) -> None:
-        body = self._body(self._lease.get("metadata", {}))
+        body = self._build_body(self._lease.get("metadata", {}))
         body["spec"]["holderIdentity"] = holder
         body["spec"]["leaseDurationSeconds"] = max(1, round(duration))
         self._lease = await self.api.replace(LEASES, self.namespace, self.name, body, attempts=1)
 
-    def _body(self, metadata: Json) -> Json:
-        old = self._spec()
+    def _build_body(self, metadata: Json) -> Json:
+        old = self._build_spec()
         now = format_micro_time(self.wall_clock())
         ours = old.get("holderIdentity") == self.identity
         transitions = (as_integer(old.get("leaseTransitions")) or 0) + (0 if ours or not old else 1)
@@ -253,5 +253,5 @@ class LeaseElector:
             "spec": spec,
         }
 
-    def _spec(self) -> Json:
+    def _build_spec(self) -> Json:
         return as_mapping(self._lease.get("spec"))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainium_contract.api_server.errors import ApiError, UnavailableError
-from trainium_operator.cluster.execute.events import Event, EventRecorder, job_reference, write_failed_event
+from trainium_operator.cluster.execute.events import Event, EventRecorder, build_job_reference, write_failed_event
 from trainium_operator.cluster.queue.work_queue import ClosedError, WorkQueue
 from trainium_operator.plan.model.reasons import Reason
 
@@ -113,10 +113,10 @@ class Reconciler:
                 slow_timer.cancel()
                 if not error and loop.time() - started < SLOW_SECONDS:
                     self.queue.mark_fast(key)
-                self.queue.done(key)
+                self.queue.mark_done(key)
                 self.on_reconciled(loop.time() - started, error)
 
-    def busy_seconds(self) -> float:
+    def measure_busy_seconds(self) -> float:
         """Return how long the longest reconcile in progress has taken."""
         return asyncio.get_running_loop().time() - min(self._started.values()) if self._started else 0.0
 
@@ -157,7 +157,7 @@ class Reconciler:
         loop = asyncio.get_running_loop()
         async with self._planning:
             started = loop.time()
-            job = self.caches.with_newest_status(record.view)
+            job = self.caches.apply_refused_status(record.view)
             observed = self.observer.observe(job, status_written=self._written.get(key, 0.0))
             observe_seconds = loop.time() - started
             await asyncio.sleep(0)  # here and below: with a thousand agents each part takes long; answer them between
@@ -174,8 +174,8 @@ class Reconciler:
         self.on_planned(job, plan.status)
         delays = (
             plan.requeue_after,
-            self.warnings.seconds_until_refresh(job),
-            self.statuses.seconds_until_retry(job),
+            self.warnings.get_refresh_delay(job),
+            self.statuses.get_retry_delay(job),
         )
         if (delay := min((seconds for seconds in delays if seconds is not None), default=None)) is not None:
             self.queue.put_after(key, max(0.01, delay))
@@ -228,7 +228,7 @@ class Reconciler:
         self.recorder.record(
             Event(
                 namespace=record.namespace,
-                regarding=job_reference(record.namespace, record.name, record.uid),
+                regarding=build_job_reference(record.namespace, record.name, record.uid),
                 reason=reason.value,
                 text=text,
                 warning=True,

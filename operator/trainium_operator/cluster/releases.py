@@ -208,7 +208,7 @@ class Releases:
         metadata = as_mapping(lease.get("metadata"))
         annotations = as_mapping(metadata.get("annotations"))
         others = self._drop_expired(decode_registrations(as_text(annotations.get(ANNOTATION))), started)
-        entries = self._with_entry(others)
+        entries = self._renew_entry(others)
         annotations = {**annotations, ANNOTATION: encode_registrations(entries)}
         body = {
             "apiVersion": LEASES.api_version,
@@ -234,7 +234,7 @@ class Releases:
             entry for entry in entries if entry.release == self.release or now - seen[entry.release][1] <= entry.seconds
         )
 
-    def _with_entry(self, entries: tuple[Registration, ...]) -> tuple[Registration, ...]:
+    def _renew_entry(self, entries: tuple[Registration, ...]) -> tuple[Registration, ...]:
         """Return the entries with this release's, renewed; a new one, or one of other namespaces, is the last."""
         renewed = format_micro_time(self.wall_clock())
         own = Registration(self.release, self.namespaces, renewed, self.times.duration, self.taints_nodes)
@@ -246,8 +246,8 @@ class Releases:
         return (*(entry for entry in entries if entry is not known), own)
 
     def _record(self, entries: tuple[Registration, ...]) -> None:
-        before, self._entries = self._blockers(), entries
-        blockers = self._blockers()
+        before, self._entries = self._list_blockers(), entries
+        blockers = self._list_blockers()
         if blockers != before or not self.known.is_set():
             self._changed_at = self.plan_clock()
             for entry in blockers:
@@ -261,7 +261,7 @@ class Releases:
             self.known.set()
             self.on_change()
 
-    def _blockers(self) -> tuple[Registration, ...]:
+    def _list_blockers(self) -> tuple[Registration, ...]:
         """Return the releases that keep this one from a namespace, without the times of their renewals."""
         served: list[Registration] = []
         for entry in self._entries:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainium_operator.http.errors import ForbiddenError, PodDeletedError, UnauthenticatedError
-from trainium_operator.http.tokens import bearer_token
+from trainium_operator.http.tokens import read_bearer_token
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -57,7 +57,7 @@ class Authenticator:
 
         Raises UnauthenticatedError, ForbiddenError and AuthenticationUnavailableError with a sentence.
         """
-        token = bearer_token(authorization)
+        token = read_bearer_token(authorization)
         if not token:
             raise UnauthenticatedError("send the pod's projected token as `Authorization: Bearer <token>`")
         caller = _read_caller(await self._verify(token))

@@ -103,7 +103,7 @@ class CertificateKeeper:
         if write:
             fresh = renew_material(held, self._names, self._wall_clock())
             if fresh != held:
-                await self._secret.write(fresh.to_data(), version)
+                await self._secret.write(fresh.encode(), version)
                 logger.info(
                     "renewed the coordinator's certificates" if held else "created the coordinator's certificates"
                 )

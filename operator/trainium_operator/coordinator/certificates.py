@@ -45,7 +45,7 @@ class Material:
     server_key: bytes = field(repr=False)
     server_cert: bytes
 
-    def to_data(self) -> dict[str, bytes]:
+    def encode(self) -> dict[str, bytes]:
         """Return the content by key of the Secret."""
         return {
             CA_KEY: self.ca_key,
@@ -61,10 +61,10 @@ class Material:
             return None
         try:
             material = cls(data[CA_KEY], data[CA_CERT], data[SERVER_KEY], data[SERVER_CERT])
-            _key(material.ca_key)
+            _load_key(material.ca_key)
             x509.load_pem_x509_certificates(material.ca_bundle)
             held = x509.load_pem_x509_certificate(material.server_cert).public_key()
-            key = _key(material.server_key).public_key()
+            key = _load_key(material.server_key).public_key()
         except (KeyError, ValueError, TypeError) as error:
             raise UnusableMaterialError(f"missing or damaged: {type(error).__name__}") from error
         if key != held:
@@ -72,7 +72,7 @@ class Material:
         return material
 
 
-def server_names(service: str, namespace: str) -> tuple[str, ...]:
+def list_server_names(service: str, namespace: str) -> tuple[str, ...]:
     """Return every name by which a worker or a port-forward reaches the coordinator."""
     full = f"{service}.{namespace}"
     return (service, full, f"{full}.svc", f"{full}.svc.cluster.local", "localhost")
@@ -84,7 +84,7 @@ def renew_material(material: Material | None, names: Sequence[str], now: float) 
     if material is None:
         return _create_material(names, moment)
     bundle = x509.load_pem_x509_certificates(material.ca_bundle)
-    authority = _Authority(bundle[0], _key(material.ca_key))
+    authority = _Authority(bundle[0], _load_key(material.ca_key))
     if authority.certificate.not_valid_after_utc <= moment:
         return _create_material(names, moment)
     server = x509.load_pem_x509_certificate(material.server_cert)
@@ -96,8 +96,8 @@ def renew_material(material: Material | None, names: Sequence[str], now: float) 
     if renew_ca:
         authority = _create_authority(moment)
         valid.insert(0, authority.certificate)
-        material = replace(material, ca_key=_pem_key(authority.key))
-    joined = b"".join(_pem(certificate) for certificate in valid)
+        material = replace(material, ca_key=_encode_key(authority.key))
+    joined = b"".join(_encode_certificate(certificate) for certificate in valid)
     return material if valid == bundle else replace(material, ca_bundle=joined)
 
 
@@ -110,7 +110,7 @@ class _Authority:
 def _create_material(names: Sequence[str], moment: datetime) -> Material:
     authority = _create_authority(moment)
     key, certificate = _create_server(authority, names, moment)
-    return Material(_pem_key(authority.key), _pem(authority.certificate), key, certificate)
+    return Material(_encode_key(authority.key), _encode_certificate(authority.certificate), key, certificate)
 
 
 def _must_renew(certificate: x509.Certificate, moment: datetime) -> bool:
@@ -177,24 +177,24 @@ def _create_server(authority: _Authority, names: Sequence[str], moment: datetime
         .add_extension(issuer_key, critical=False)
         .sign(authority.key, hashes.SHA256())
     )
-    return _pem_key(key), _pem(certificate)
+    return _encode_key(key), _encode_certificate(certificate)
 
 
 def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
-def _pem(certificate: x509.Certificate) -> bytes:
+def _encode_certificate(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _pem_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _encode_key(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
-def _key(pem: bytes) -> ec.EllipticCurvePrivateKey:
+def _load_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
     key = serialization.load_pem_private_key(pem, None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise TypeError("not an elliptic-curve key")

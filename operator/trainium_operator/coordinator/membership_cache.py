@@ -47,7 +47,7 @@ class EncodedMembership:
             self._packed = gzip.compress(self.plain, compresslevel=4, mtime=0)
         return self._packed
 
-    def changed(self, change: MembershipChange) -> bytes:
+    def encode_change(self, change: MembershipChange) -> bytes:
         """Return the JSON of the difference to the previous membership; there is one such change."""
         if self._change is None:
             self._change = _encode(change)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 
-from trainium_contract.stored_json import optional_part, remove_places
+from trainium_contract.stored_json import find_optional_part, remove_places
 from trainium_operator.coordinator.state import FutureGenerationError, NotRegisteredError, OldGenerationError
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ class MessageError:
     generation: int | None = None
 
 
-def message_error(error: Exception) -> MessageError | None:
+def find_message_error(error: Exception) -> MessageError | None:
     """Return the answer to an error; None if the message did not cause it."""
     match error:
         case ValidationError() | BadMessageError():
-            return MessageError(400, _sentence(error))
+            return MessageError(400, _describe_error(error))
         case NotRegisteredError():
             return MessageError(404, "this agent has not registered with this coordinator; register first")
         case FutureGenerationError():
@@ -54,7 +54,7 @@ def message_error(error: Exception) -> MessageError | None:
             return None
 
 
-def _sentence(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False, include_input=False)[0]
@@ -70,7 +70,7 @@ def read_message(model: type[_M], body: bytes) -> _M:
         first = last = error
     raw, left_out = None, set[_Place]()
     for _ in range(_ROUNDS):
-        places = _places_to_leave_out(last, left_out)
+        places = _find_places_to_leave_out(last, left_out)
         if not places:
             break
         raw = from_json(body) if raw is None else raw
@@ -83,7 +83,7 @@ def read_message(model: type[_M], body: bytes) -> _M:
     raise first
 
 
-def _places_to_leave_out(error: ValidationError, left_out: set[_Place]) -> set[_Place]:
+def _find_places_to_leave_out(error: ValidationError, left_out: set[_Place]) -> set[_Place]:
     """Return the parts to leave out; none when anything else is invalid."""
     places = set()
     for each in error.errors(include_url=False, include_input=False):
@@ -91,7 +91,7 @@ def _places_to_leave_out(error: ValidationError, left_out: set[_Place]) -> set[_
         if each["type"] == "missing" and place in left_out and len(place) > 1:
             places.add(place[:-1])  # it is required, so the part that contains it is left out
         elif each["type"] == "enum":
-            places.add(optional_part(place))
+            places.add(find_optional_part(place))
         else:
             return set()
     return places

@@ -73,7 +73,7 @@ class Prober:
             self._probe_targets(probes)
 
     def _report_silence(self) -> None:
-        for namespace, job in self._state.newly_silent():
+        for namespace, job in self._state.find_newly_silent():
             self._notify(namespace, job, True)
 
     def _probe_targets(self, probes: asyncio.TaskGroup) -> None:
@@ -95,7 +95,7 @@ class Prober:
 
     async def _probe_port(self, target: ProbeTarget) -> None:
         host = self._find_address(target)
-        if not _same_address(host, target.host):
+        if not _is_same_address(host, target.host):
             self._state.record_port_unknown(target)
             return
         try:
@@ -115,7 +115,7 @@ class Prober:
             self._state.record_port_open(target)
 
 
-def _same_address(address: str, named: str) -> bool:
+def _is_same_address(address: str, named: str) -> bool:
     try:
         return ip_address(address) == ip_address(named)
     except ValueError:

@@ -18,11 +18,11 @@ from aiohttp import web
 
 from trainium_contract.wire.messages import ErrorResponse, HeartbeatRequest
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE
-from trainium_operator.coordinator.messages import BadMessageError, message_error
+from trainium_operator.coordinator.messages import BadMessageError, find_message_error
 from trainium_operator.coordinator.streams import MAX_CONNECTION_SECONDS, Stream, Streams
 from trainium_operator.http.errors import ForbiddenError
 from trainium_operator.http.listener import BROKEN
-from trainium_operator.http.server import RETRY_AFTER, HttpServer, Upgrade, error_response
+from trainium_operator.http.server import RETRY_AFTER, HttpServer, Upgrade, build_error_response
 
 if TYPE_CHECKING:
     import ssl
@@ -88,13 +88,13 @@ class CoordinatorServer:
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         caller = await self._authenticator.identify(request.headers.get("Authorization", ""))
-        self.http.authenticated(request, caller.pod_uid)
+        self.http.assign_connection(request, caller.pod_uid)
         after = _number(request.query, "after", 0)
         if request.query.get("podUid", "") != caller.pod_uid:
             message = f"the token was issued to pod {caller.pod_name}, and this stream speaks for another pod"
             raise ForbiddenError(message)
         if request.headers.get("Upgrade", "").lower() != UPGRADE:
-            return _error(426, f"ask for `Upgrade: {UPGRADE}`", headers={"Upgrade": UPGRADE})
+            return _build_error_response(426, f"ask for `Upgrade: {UPGRADE}`", headers={"Upgrade": UPGRADE})
         seconds = min(MAX_CONNECTION_SECONDS, caller.expires_at - time.time())
         ends = asyncio.get_running_loop().time() + seconds
         return Upgrade(UPGRADE, lambda closed: Stream(self.streams, caller, after=after, ends=ends, on_closed=closed))
@@ -103,23 +103,23 @@ class CoordinatorServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if not self._is_serving() and not await self._wait_for_lead(request):
-            return _error(503, "not leader", headers=RETRY_AFTER)
+            return _build_error_response(503, "not leader", headers=RETRY_AFTER)
         try:
             return await handler(request)
         except Exception as error:
-            found = message_error(error)
+            found = find_message_error(error)
             if found is not None:
-                return _error(found.status, found.sentence, generation=found.generation)
-            refusal = error_response(error)
+                return _build_error_response(found.status, found.sentence, generation=found.generation)
+            refusal = build_error_response(error)
             if refusal is None:
                 logger.exception("answering %s failed", request.path)
-                return _error(500, "defect in the coordinator; its log has the details")
+                return _build_error_response(500, "defect in the coordinator; its log has the details")
             if isinstance(error, ForbiddenError):
                 logger.warning("refused %s: %s", request.path, error)
             if isinstance(error, BROKEN):
                 broke = type(error).__name__
                 logger.info("%s: the connection broke before the request was read (%s)", request.path, broke)
-            return _error(refusal.status, refusal.sentence, headers=refusal.headers)
+            return _build_error_response(refusal.status, refusal.sentence, headers=refusal.headers)
 
     async def _wait_for_lead(self, request: web.Request) -> bool:
         """Hold a request for a stream while the lead is pending; return whether this process took over meanwhile."""
@@ -141,7 +141,7 @@ def _number(query: Mapping[str, str], key: str, default: int) -> int:
     return int(text)
 
 
-def _error(
+def _build_error_response(
     status: int, sentence: str, *, generation: int | None = None, headers: dict[str, str] | None = None
 ) -> web.Response:
     message = ErrorResponse(error=sentence, generation=generation)

@@ -137,7 +137,7 @@ class CoordinatorState:
 
     def publish(self, job_id: JobId, membership: Membership) -> None:
         """Serve this membership, unless a newer one is served."""
-        job = self._job(job_id)
+        job = self._get_or_create_job(job_id)
         if membership.generation >= job.generation:
             if job.membership is not None and membership.generation > job.generation:
                 job.change = diff_memberships(job.membership, membership)
@@ -148,22 +148,22 @@ class CoordinatorState:
 
     def publish_endpoints(self, job_id: JobId, endpoints: RoleEndpoints) -> None:
         """Serve these addresses of the job's roles."""
-        self._job(job_id).endpoints = endpoints
+        self._get_or_create_job(job_id).endpoints = endpoints
         self.on_publish(job_id)
 
-    def endpoints(self, job_id: JobId) -> RoleEndpoints | None:
+    def get_endpoints(self, job_id: JobId) -> RoleEndpoints | None:
         """Return the served addresses of the job's roles; None for none."""
         job = self._jobs.get(job_id)
         return job.endpoints if job else None
 
     def record_imported(self, job_id: JobId, pod_uid: str, imported: ImportedModules) -> None:
         """Serve the modules that a member has imported, if they are more than those that are served."""
-        job = self._job(job_id)
+        job = self._get_or_create_job(job_id)
         if pod_uid in job.members and len(imported.modules) > len(job.imported.modules if job.imported else ()):
             job.imported = imported
             self.on_publish(job_id)
 
-    def imported(self, job_id: JobId, pod_uid: str) -> ImportedModules | None:
+    def get_imported_modules(self, job_id: JobId, pod_uid: str) -> ImportedModules | None:
         """Return the served modules for a pod; None for none, and for a member, whose ranks record their own."""
         job = self._jobs.get(job_id)
         return job.imported if job and pod_uid not in job.members else None
@@ -179,12 +179,12 @@ class CoordinatorState:
             job.deleted.add(pod_uid)
             job.drop_deleted()
 
-    def published(self, job_id: JobId) -> int:
+    def get_published_generation(self, job_id: JobId) -> int:
         """Return the generation that is served; 0 for none."""
         job = self._jobs.get(job_id)
         return job.generation if job else 0
 
-    def membership(self, job_id: JobId) -> Membership | None:
+    def get_membership(self, job_id: JobId) -> Membership | None:
         """Return the membership that is served."""
         job = self._jobs.get(job_id)
         return job.membership if job else None
@@ -194,24 +194,24 @@ class CoordinatorState:
         job = self._jobs.get(job_id)
         return job.change if job else None
 
-    def agents(self, job_id: JobId) -> Mapping[str, AgentView]:
+    def list_agents(self, job_id: JobId) -> Mapping[str, AgentView]:
         """Return a copy of the views of the job's agents, by pod uid."""
         job = self._jobs.get(job_id)
         return {uid: agent.view for uid, agent in job.agents.items()} if job else {}
 
-    def full_heartbeat_seconds(self, job_id: JobId) -> float:
+    def get_full_heartbeat_seconds(self, job_id: JobId) -> float:
         """Return how long an agent may send keepalives alone; other agents of the job send the newest step."""
         job = self._jobs.get(job_id)
         return min(MAX_FULL_HEARTBEAT_SECONDS, len(job.agents) / FULL_HEARTBEATS_PER_SECOND) if job else 0.0
 
-    def agent_count(self) -> int:
+    def count_agents(self) -> int:
         """Return how many agents of all jobs are registered."""
         return sum(len(job.agents) for job in self._jobs.values())
 
     def register(self, job_id: JobId, request: RegisterRequest) -> bool:
         """Apply a registration; return whether anything in it is new."""
         now = self._wall_clock()
-        job = self._job(job_id)
+        job = self._get_or_create_job(job_id)
         known = job.agents.get(request.pod_uid)
         if known is None:
             view = AgentView(registration=request, last_seen=now, first_seen=now)
@@ -221,7 +221,7 @@ class CoordinatorState:
         known.view = replace(known.view, registration=request, last_seen=now, refused_at=None)
         return changed
 
-    def newly_silent(self) -> set[tuple[str, str]]:
+    def find_newly_silent(self) -> set[tuple[str, str]]:
         """Return the jobs (namespace and name) with a member that fell silent since the last call."""
         now = self._wall_clock()
         found = set()
@@ -232,7 +232,7 @@ class CoordinatorState:
                     continue
                 silent = now - agent.view.last_seen >= SILENCE_REPORTED_SECONDS
                 if silent and not agent.silence_reported:
-                    found.add((_registration(agent).namespace, _registration(agent).job))
+                    found.add((_rebuild_registration(agent).namespace, _rebuild_registration(agent).job))
                 agent.silence_reported = silent
         return found
 
@@ -248,7 +248,7 @@ class CoordinatorState:
                 silent = now - agent.view.last_seen >= SILENCE_REPORTED_SECONDS
                 unknown = not agent.reachable and not silent and now >= agent.probe_failed_at + _PROBE_AGAIN_SECONDS
                 if unknown or (silent and agent.reachable):
-                    request = _registration(agent)
+                    request = _rebuild_registration(agent)
                     found.append(
                         ProbeTarget(
                             job_id=job_id,
@@ -265,19 +265,19 @@ class CoordinatorState:
 
     def record_port_open(self, target: ProbeTarget) -> None:
         """Record that the agent's port accepts connections."""
-        agent = self._agent_in(target)
+        agent = self._find_agent(target)
         if agent is not None:
             agent.reachable = True
 
     def record_port_unknown(self, target: ProbeTarget) -> None:
         """Record that the probe had no result."""
-        agent = self._agent_in(target)
+        agent = self._find_agent(target)
         if agent is not None:
             agent.probe_failed_at = self._wall_clock()
 
     def record_port_refused(self, target: ProbeTarget) -> bool:
         """Record that the agent's port refuses connections; return whether that is new."""
-        agent = self._agent_in(target)
+        agent = self._find_agent(target)
         if agent is None:
             return False
         if not agent.reachable:
@@ -288,7 +288,7 @@ class CoordinatorState:
         agent.view = replace(agent.view, refused_at=self._wall_clock())
         return True
 
-    def _agent_in(self, target: ProbeTarget) -> _Agent | None:
+    def _find_agent(self, target: ProbeTarget) -> _Agent | None:
         job = self._jobs.get(target.job_id)
         return job.agents.get(target.pod_uid) if job is not None else None
 
@@ -306,7 +306,7 @@ class CoordinatorState:
         view = self.record_contact(job_id, pod_uid)
         agent = self._jobs[job_id].agents[pod_uid]
         if agent.step >= 0 and step > agent.step:
-            agent.view = _with_steps(view, step - agent.step, first_step=False)
+            agent.view = _add_steps(view, step - agent.step, first_step=False)
             agent.step = step
 
     def record_heartbeat(self, job_id: JobId, request: HeartbeatRequest) -> HeartbeatResult:
@@ -331,23 +331,23 @@ class CoordinatorState:
         first_step = stepped and agent.stepped != (request.generation, request.attempt)
         if stepped:
             agent.stepped = (request.generation, request.attempt)
-        agent.view = replace(agent.view, heartbeat=request, joining_since=_joining_since(agent.view, request))
+        agent.view = replace(agent.view, heartbeat=request, joining_since=_find_joining_since(agent.view, request))
         if _step(request) > agent.step:
-            agent.view = _with_steps(agent.view, _step(request) - agent.step, first_step=first_step)
+            agent.view = _add_steps(agent.view, _step(request) - agent.step, first_step=first_step)
         agent.step = _step(request)
         is_urgent = (
             old is None
             or first_step
             or _reported_fields(old) != _reported_fields(request)
-            or _results(old) != _results(request)
+            or _select_results(old) != _select_results(request)
         )
         return HeartbeatResult(is_urgent=is_urgent, has_progressed=moved, before=old)
 
-    def _job(self, job_id: JobId) -> _Job:
+    def _get_or_create_job(self, job_id: JobId) -> _Job:
         return self._jobs.setdefault(job_id, _Job())
 
 
-def _registration(agent: _Agent) -> RegisterRequest:
+def _rebuild_registration(agent: _Agent) -> RegisterRequest:
     assert agent.view.registration is not None, "the coordinator knows an agent by its registration"
     return agent.view.registration
 
@@ -360,13 +360,13 @@ def _stage_progress(heartbeat: HeartbeatRequest | None) -> float | None:
     return heartbeat.progress.stage_progress if heartbeat is not None and heartbeat.progress is not None else None
 
 
-def _results(heartbeat: HeartbeatRequest) -> tuple[object, ...]:
+def _select_results(heartbeat: HeartbeatRequest) -> tuple[object, ...]:
     """Return the part of the progress that a plan should see at once."""
     progress = heartbeat.progress
     return () if progress is None else (progress.stage, progress.artifacts, progress.evaluation)
 
 
-def _with_steps(view: AgentView, steps: int, *, first_step: bool) -> AgentView:
+def _add_steps(view: AgentView, steps: int, *, first_step: bool) -> AgentView:
     """Return the view after these new steps. The time before an attempt's first step includes the interruption."""
     step_seconds = view.step_seconds
     if view.progressed_at is not None and not first_step:
@@ -374,7 +374,7 @@ def _with_steps(view: AgentView, steps: int, *, first_step: bool) -> AgentView:
     return replace(view, progressed_at=view.last_seen, step_seconds=step_seconds)
 
 
-def _joining_since(view: AgentView, request: HeartbeatRequest) -> float | None:
+def _find_joining_since(view: AgentView, request: HeartbeatRequest) -> float | None:
     if request.phase is not WorkerPhase.JOINING:
         return None
     old = view.heartbeat

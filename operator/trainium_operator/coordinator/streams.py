@@ -28,7 +28,7 @@ from trainium_contract.wire.messages import (
 )
 from trainium_contract.wire.stream import FrameKind, FrameReader, FrameTooLongError, decode_keepalive, encode_frame
 from trainium_operator.coordinator.membership_cache import MembershipCache
-from trainium_operator.coordinator.messages import message_error, read_message
+from trainium_operator.coordinator.messages import find_message_error, read_message
 from trainium_operator.coordinator.state import FutureGenerationError
 from trainium_operator.http.errors import ForbiddenError
 from trainium_operator.plan.model.observed import HEARTBEAT_SECONDS
@@ -112,7 +112,7 @@ class Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Implement asyncio.Protocol."""
         try:
-            for kind, payload in self._reader.frames(data):
+            for kind, payload in self._reader.split_frames(data):
                 if self._transport is None:
                     return
                 self._handle(kind, payload)
@@ -144,7 +144,7 @@ class Stream(asyncio.Protocol):
         elif kind == FrameKind.KEEPALIVE:
             self._streams.state.record_keepalive(self.job_id, self.caller.pod_uid, decode_keepalive(payload))
         elif kind == FrameKind.HEARTBEAT:
-            ack = self._streams.heartbeat(self.caller, payload)
+            ack = self._streams.handle_heartbeat(self.caller, payload)
             self._send(FrameKind.HEARTBEAT_ACK, ack.model_dump_json(by_alias=True, exclude_none=True).encode())
         elif kind == FrameKind.IMPORTED_MODULES:
             imported = read_message(ImportedModules, payload)
@@ -154,7 +154,7 @@ class Stream(asyncio.Protocol):
         return 200
 
     def _refuse(self, error: Exception) -> int:
-        found = message_error(error)
+        found = find_message_error(error)
         if isinstance(error, FutureGenerationError):
             logger.warning("refused %s: %s", self.caller.pod_name, error)
         if found is not None and found.status == 409:
@@ -189,7 +189,7 @@ class Stream(asyncio.Protocol):
         before, self.after = self.after, membership.generation
         encoded = self._streams.memberships.encode(self.job_id, membership)
         if change is not None and (change.since, change.generation) == (before, self.after):
-            return self._send(FrameKind.MEMBERSHIP_CHANGE, encoded.changed(change))
+            return self._send(FrameKind.MEMBERSHIP_CHANGE, encoded.encode_change(change))
         if encoded.packed is not None:
             return self._send(FrameKind.PACKED_MEMBERSHIP, encoded.packed)
         return self._send(FrameKind.MEMBERSHIP, encoded.plain)
@@ -246,17 +246,17 @@ class Streams:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
-        self.state.on_publish = self._published
+        self.state.on_publish = self._send_membership
 
     def register(self, caller: Caller, body: bytes) -> tuple[JobId, RegisterResponse]:
-        """Register an agent. Raises the errors of `message_error`."""
+        """Register an agent. Raises the errors of `find_message_error`."""
         message = read_message(RegisterRequest, body)
         job_id = self._find_job(caller, message)
         if self.state.register(job_id, message):
             about = {"namespace": message.namespace, "job": message.job, "node": message.node_name}
             logger.info("%s registered", message.pod_name, extra={**about, "pod": message.pod_name})
             self.notify(message.namespace, message.job, True)
-        membership = self.state.membership(job_id)
+        membership = self.state.get_membership(job_id)
         answer = RegisterResponse(
             heartbeat_seconds=HEARTBEAT_SECONDS,
             membership=membership if membership and len(membership.members) <= MAX_INLINE_MEMBERS else None,
@@ -264,8 +264,8 @@ class Streams:
         )
         return job_id, answer
 
-    def heartbeat(self, caller: Caller, body: bytes) -> HeartbeatResponse:
-        """Apply a heartbeat. Raises the errors of `message_error`."""
+    def handle_heartbeat(self, caller: Caller, body: bytes) -> HeartbeatResponse:
+        """Apply a heartbeat. Raises the errors of `find_message_error`."""
         message = read_message(HeartbeatRequest, body)
         job_id = self._find_job(caller, message)
         accepted = self.state.record_heartbeat(job_id, message)
@@ -274,8 +274,8 @@ class Streams:
         if accepted.is_urgent or accepted.has_progressed:
             self.notify(message.namespace, message.job, accepted.is_urgent)
         return HeartbeatResponse(
-            generation=self.state.published(job_id),
-            full_heartbeat_seconds=self.state.full_heartbeat_seconds(job_id),
+            generation=self.state.get_published_generation(job_id),
+            full_heartbeat_seconds=self.state.get_full_heartbeat_seconds(job_id),
             time=time.time(),
             job_failed=self.has_failed(job_id),
         )
@@ -297,16 +297,16 @@ class Streams:
         job_id = stream.job_id
         if job_id is None:
             return 0
-        membership, endpoints = self.state.membership(job_id), self.state.endpoints(job_id)
+        membership, endpoints = self.state.get_membership(job_id), self.state.get_endpoints(job_id)
         pieces = 0 if endpoints is None else stream.send_endpoints(endpoints)
         if membership is not None:
             pieces += stream.send_membership(membership, self.state.change(job_id))
-        imported = self.state.imported(job_id, stream.caller.pod_uid)
+        imported = self.state.get_imported_modules(job_id, stream.caller.pod_uid)
         if imported is not None:
             pieces += stream.send_imported(imported)
         return pieces
 
-    def _published(self, job_id: JobId) -> None:
+    def _send_membership(self, job_id: JobId) -> None:
         streams = [stream for stream in self.opened if stream.job_id == job_id]
         if streams:
             sending = asyncio.get_running_loop().create_task(self._send_all(streams))

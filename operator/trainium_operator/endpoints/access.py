@@ -18,7 +18,7 @@ import jwt
 
 from trainium_operator.endpoints.reviews import ReviewCache, ReviewLimiter
 from trainium_operator.http.errors import ForbiddenError, UnauthenticatedError
-from trainium_operator.http.tokens import bearer_token
+from trainium_operator.http.tokens import read_bearer_token
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -38,7 +38,7 @@ class User:
 class ResourceAttributes(Protocol):
     """An action that the API server authorizes."""
 
-    def attributes(self) -> dict[str, Any]:
+    def to_review_attributes(self) -> dict[str, Any]:
         """Return the part of a SubjectAccessReview's spec that names the action."""
         ...
 
@@ -54,7 +54,7 @@ class PathAttributes:
     path: str
     verb: str = "get"
 
-    def attributes(self) -> dict[str, Any]:
+    def to_review_attributes(self) -> dict[str, Any]:
         """Return its attributes; see ResourceAttributes."""
         return {"nonResourceAttributes": {"path": self.path, "verb": self.verb}}
 
@@ -76,7 +76,7 @@ class ObjectAttributes:
         """The verb of the API."""
         return "get" if self.name else "list"
 
-    def attributes(self) -> dict[str, Any]:
+    def to_review_attributes(self) -> dict[str, Any]:
         """Return its attributes; see ResourceAttributes."""
         given = {
             "group": self.group,
@@ -109,13 +109,13 @@ class Access:
         Raises UnauthenticatedError, ForbiddenError, TooManyRequestsError and AuthenticationUnavailableError with a
         sentence.
         """
-        user = await self._user(authorization, source)
+        user = await self._authenticate(authorization, source)
         if not await self.may(user, attributes, source, counts=True):
             raise ForbiddenError(f"{user.name} may not {attributes}")
         return user
 
-    async def _user(self, authorization: str, source: str) -> User:
-        token = bearer_token(authorization)
+    async def _authenticate(self, authorization: str, source: str) -> User:
+        token = read_bearer_token(authorization)
         if not token:
             raise UnauthenticatedError("send a token of this cluster as `Authorization: Bearer <token>`")
         review = partial(self._review_token, token)
@@ -130,7 +130,7 @@ class Access:
         `counts`: whether a refusal counts as an invalid token does. Raises TooManyRequestsError and
         AuthenticationUnavailableError.
         """
-        spec = {**user.spec, **attributes.attributes()}
+        spec = {**user.spec, **attributes.to_review_attributes()}
         request, review = json.dumps(spec, sort_keys=True), partial(self._review_access, spec)
         return await self._allowed.get(request, source, review, counts_refusals=counts) or False
 

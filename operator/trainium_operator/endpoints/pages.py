@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 
-from trainium_contract.pages.job_page import JobReport, live_job_html
-from trainium_contract.pages.jobs_page import JobRow, live_jobs_html, namespace_form_html
+from trainium_contract.pages.job_page import JobReport, render_live_job
+from trainium_contract.pages.jobs_page import JobRow, render_live_jobs, render_namespace_form
 from trainium_contract.pages.live import HEADERS
 from trainium_contract.wire.worker_env import GROUP, PLURAL
 from trainium_operator.endpoints.access import ObjectAttributes, ResourceAttributes
@@ -44,7 +44,7 @@ _PACKING = 1
 class Jobs(Protocol):
     """The data of pages, before authorization (`cluster/job_pages.py`)."""
 
-    def rows(self, namespace: str) -> list[JobRow]:
+    def list_rows(self, namespace: str) -> list[JobRow]:
         """Return the jobs of a namespace; of all if it is empty."""
         ...
 
@@ -52,7 +52,7 @@ class Jobs(Protocol):
         """Return a function that creates a report from `now`, `events` and `notes`; None without the job."""
         ...
 
-    async def events(self, namespace: str, name: str) -> tuple[EventView, ...] | str:
+    async def list_events(self, namespace: str, name: str) -> tuple[EventView, ...] | str:
         """Return events about a job, or why they are not known."""
         ...
 
@@ -77,35 +77,35 @@ class Pages:
         """Rendered pages, none older than `FRESH_SECONDS`."""
         self._render_lock = asyncio.Lock()
 
-    def routes(self) -> list[web.RouteDef]:
+    def list_routes(self) -> list[web.RouteDef]:
         """Return the routes; GET only."""
         return [
-            web.get(ROOT, self._all),
-            web.get(f"{ROOT}/{{namespace}}", self._namespace),
-            web.get(f"{ROOT}/{{namespace}}/{{name}}", self._job),
+            web.get(ROOT, self._serve_all),
+            web.get(f"{ROOT}/{{namespace}}", self._serve_namespace),
+            web.get(f"{ROOT}/{{namespace}}/{{name}}", self._serve_job),
         ]
 
-    async def _all(self, request: web.Request) -> web.StreamResponse:
+    async def _serve_all(self, request: web.Request) -> web.StreamResponse:
         if request.query.get("namespace"):
-            return await self._list(request, _validated_name(request.query["namespace"]))
+            return await self._list(request, _validate_name(request.query["namespace"]))
         try:
             return await self._list(request, "")
         except ForbiddenError as error:
             sentence = f"{error}. Name a namespace whose TrainingJobs you may list:"
-            page = namespace_form_html(sentence, ROOT)
+            page = render_namespace_form(sentence, ROOT)
             return web.Response(status=403, text=page, content_type="text/html", headers=HEADERS)
 
-    async def _namespace(self, request: web.Request) -> web.StreamResponse:
-        return await self._list(request, _validated_name(request.match_info["namespace"]))
+    async def _serve_namespace(self, request: web.Request) -> web.StreamResponse:
+        return await self._list(request, _validate_name(request.match_info["namespace"]))
 
     async def _list(self, request: web.Request, namespace: str) -> web.StreamResponse:
         await self._admit(request, ObjectAttributes(PLURAL, namespace, group=GROUP))
         where = f"namespace {namespace}" if namespace else "all namespaces"
-        rows, now = self._jobs.rows(namespace), self._clock()
-        return await self._answer(request, (namespace,), partial(live_jobs_html, rows, now, where=where, root=ROOT))
+        rows, now = self._jobs.list_rows(namespace), self._clock()
+        return await self._answer(request, (namespace,), partial(render_live_jobs, rows, now, where=where, root=ROOT))
 
-    async def _job(self, request: web.Request) -> web.StreamResponse:
-        namespace, name = (_validated_name(request.match_info[each]) for each in ("namespace", "name"))
+    async def _serve_job(self, request: web.Request) -> web.StreamResponse:
+        namespace, name = (_validate_name(request.match_info[each]) for each in ("namespace", "name"))
         may = await self._admit(request, ObjectAttributes(PLURAL, namespace, name, group=GROUP))
         needs = {
             "workers": ObjectAttributes("pods", namespace),
@@ -117,13 +117,13 @@ class Pages:
         report = self._jobs.report(namespace, name, pods=given["workers"], members=given["who trains"])
         if report is None:
             raise web.HTTPNotFound(reason=f"there is no TrainingJob {name} in namespace {namespace}")
-        events = await self._jobs.events(namespace, name) if given["events"] else ()
+        events = await self._jobs.list_events(namespace, name) if given["events"] else ()
         if isinstance(events, str):
             notes, events = [*notes, f"events: {events}"], ()
         now, jobs = self._clock(), f"{ROOT}/{namespace}"
 
         def make() -> str:
-            return live_job_html(report(now=now, events=events, notes=tuple(notes)), now, jobs=jobs)
+            return render_live_job(report(now=now, events=events, notes=tuple(notes)), now, jobs=jobs)
 
         return await self._answer(request, (namespace, name, tuple(given.values())), make)
 
@@ -144,7 +144,7 @@ class Pages:
         return web.Response(body=gzip.decompress(body), headers=headers)
 
 
-def _validated_name(name: str) -> str:
+def _validate_name(name: str) -> str:
     """Return the name if Kubernetes allows it. Raises HTTPNotFound."""
     if not _NAME.fullmatch(name):
         raise web.HTTPNotFound(reason="there is no such page: /ui, /ui/NAMESPACE and /ui/NAMESPACE/NAME are there")

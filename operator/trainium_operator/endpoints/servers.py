@@ -19,7 +19,7 @@ from aiohttp import web
 
 from trainium_operator.endpoints.access import Access, PathAttributes, ResourceAttributes
 from trainium_operator.endpoints.pages import Jobs, Pages
-from trainium_operator.http.server import HttpServer, error_response
+from trainium_operator.http.server import HttpServer, build_error_response
 
 if TYPE_CHECKING:
     import ssl
@@ -40,7 +40,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     try:
         return await handler(request)
     except Exception as error:
-        response = error_response(error)
+        response = build_error_response(error)
         if response is None:
             logger.exception("answering %s failed", request.path)
             return web.Response(status=500, text="defect in the operator; its log has the details\n")
@@ -56,7 +56,7 @@ class Exposition:
         self._text = b""
         self._at = float("-inf")
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         """Return the text for Prometheus."""
         if self._clock() - self._at >= FRESH_SECONDS:
             self._text, self._at = self._make(), self._clock()
@@ -64,7 +64,7 @@ class Exposition:
 
     async def answer(self, _request: web.Request) -> web.StreamResponse:
         """Handle GET /metrics."""
-        return web.Response(body=self.text(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=self.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
 class ProbeServer:
@@ -79,7 +79,7 @@ class ProbeServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port. Raises OSError."""
-        routes = [web.get("/livez", self._livez), web.get("/readyz", self._readyz)]
+        routes = [web.get("/livez", self._serve_livez), web.get("/readyz", self._serve_readyz)]
         if self._metrics is not None:
             routes.append(web.get("/metrics", self._metrics.answer))
         return await self._http.open(routes, host, port, None)
@@ -88,10 +88,10 @@ class ProbeServer:
         """Close."""
         await self._http.close()
 
-    async def _livez(self, _request: web.Request) -> web.StreamResponse:
+    async def _serve_livez(self, _request: web.Request) -> web.StreamResponse:
         return _probe_response(self._live())
 
-    async def _readyz(self, _request: web.Request) -> web.StreamResponse:
+    async def _serve_readyz(self, _request: web.Request) -> web.StreamResponse:
         return _probe_response(self._ready())
 
 
@@ -119,16 +119,16 @@ class EndpointServer:
 
     async def start(self, host: str, port: int, context: ssl.SSLContext) -> int:
         """Listen and return the port, which matters for port 0. Raises OSError."""
-        routes = self._pages.routes() if self._pages is not None else []
+        routes = self._pages.list_routes() if self._pages is not None else []
         if self._metrics is not None:
-            routes.append(web.get(METRICS.path, partial(self._exposition, self._metrics)))
+            routes.append(web.get(METRICS.path, partial(self._serve_metrics, self._metrics)))
         return await self.http.open(routes, host, port, context)
 
     async def stop(self) -> None:
         """Close."""
         await self.http.close()
 
-    async def _exposition(self, metrics: Exposition, request: web.Request) -> web.StreamResponse:
+    async def _serve_metrics(self, metrics: Exposition, request: web.Request) -> web.StreamResponse:
         await self._admit(request, METRICS)
         return await metrics.answer(request)
 
@@ -138,5 +138,5 @@ class EndpointServer:
         """Authorize the request's user; return a check of this user's other rights."""
         source = request.remote or ""
         user = await self._access.admit(request.headers.get("Authorization", ""), attributes, source)
-        self.http.authenticated(request, user.name)
+        self.http.assign_connection(request, user.name)
         return lambda other: self._access.may(user, other, source)

@@ -73,7 +73,7 @@ class TrackedConnection(web.RequestHandler):
         self._limiter = limiter
 
     def switch_protocol(self, protocol: Protocol) -> None:
-        """Pass the connection to this protocol, which must call `closed_callback` at its end."""
+        """Pass the connection to this protocol, which must call `build_close_callback` at its end."""
         transport = self.transport
         if transport is None:
             raise ConnectionResetError
@@ -83,7 +83,7 @@ class TrackedConnection(web.RequestHandler):
         protocol.connection_made(transport)
         asyncio.get_running_loop().call_soon(super().connection_lost, None)
 
-    def closed_callback(self) -> Callable[[], None]:
+    def build_close_callback(self) -> Callable[[], None]:
         """Return the callback for the end of a switched connection; it keeps no HTTP state alive."""
         return partial(self._limiter.release, self.client)
 
@@ -141,10 +141,10 @@ class LimitedListener:
             if client is None:
                 connection.close()
                 continue
-            handshake = self._spawn(self._handshake(connection, client, server, context))
+            handshake = self._spawn(self._start_handshake(connection, client, server, context))
             client.close = handshake.cancel
 
-    async def _handshake(
+    async def _start_handshake(
         self, connection: socket.socket, client: ClientConnection, server: web.Server, context: ssl.SSLContext | None
     ) -> None:
         try:

@@ -43,7 +43,7 @@ class Upgrade(web.StreamResponse):
             raise ConnectionResetError
         head = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {self._name}\r\n\r\n"
         transport.write(head.encode())
-        connection.switch_protocol(self._take(connection.closed_callback()))
+        connection.switch_protocol(self._take(connection.build_close_callback()))
 
     async def write_eof(self, data: bytes = b"") -> None:
         """Do nothing: the connection stays open."""
@@ -58,7 +58,7 @@ class ErrorResponse:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def error_response(error: Exception) -> ErrorResponse | None:
+def build_error_response(error: Exception) -> ErrorResponse | None:
     """Return the response to a client's error; None for a defect of the operator."""
     match error:
         case errors.UnauthenticatedError():
@@ -116,7 +116,7 @@ class HttpServer:
         server = self._runner.server if self._runner is not None else None
         return len(server.connections) if server is not None else 0
 
-    def authenticated(self, request: web.Request, holder: str) -> None:
+    def assign_connection(self, request: web.Request, holder: str) -> None:
         """Assign the request's connection to the holder of the valid token that it carries."""
         if isinstance(request.protocol, TrackedConnection):
             self.limiter.assign_holder(request.protocol.client, holder)

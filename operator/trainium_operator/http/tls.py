@@ -36,14 +36,14 @@ class ServerTls:
     """A TLS context whose certificate can be replaced."""
 
     def __init__(self) -> None:
-        self.context = _context()
+        self.context = _load_context()
         self.loaded = asyncio.Event()
         """A certificate is in `context`."""
 
     def load(self, certificate: bytes, key: bytes) -> None:
         """Serve with this chain and key in PEM. Raises UnusableCertificateError and keeps the last pair."""
         with _memory_file(certificate) as chain_path, _memory_file(key) as key_path:
-            for context in (_context(), self.context):  # a trial first: a failure leaves a context half loaded
+            for context in (_load_context(), self.context):  # a trial first: a failure leaves a context half loaded
                 try:
                     context.load_cert_chain(chain_path, key_path, password="")
                 except (ssl.SSLError, ValueError) as error:
@@ -51,7 +51,7 @@ class ServerTls:
         self.loaded.set()
 
 
-def _context() -> ssl.SSLContext:
+def _load_context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.num_tickets = 0  # an agent connects once, and two session tickets cost a quarter of a handshake

@@ -5,7 +5,7 @@ from __future__ import annotations
 MAX_TOKEN_CHARACTERS = 8_000
 
 
-def bearer_token(authorization: str) -> str:
+def read_bearer_token(authorization: str) -> str:
     """Return the token of an `Authorization` header; empty when there is none."""
     scheme, _, token = authorization.partition(" ")
     token = token.strip()

@@ -16,7 +16,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.monitoring.named_job_metrics import MEASURES, NamedJobMetrics, count_by_state
-from trainium_operator.plan.history.interruptions import entry_identity
+from trainium_operator.plan.history.interruptions import get_identity
 from trainium_operator.plan.model.conditions import is_true
 
 if TYPE_CHECKING:
@@ -90,13 +90,13 @@ class JobMetrics:
         if most_named:
             registry.register(NamedJobMetrics(prefix, most_named, self._seen.values, wall_clock))
 
-    def planned(self, job: JobView, status: TrainingJobStatus) -> None:
+    def record_plan(self, job: JobView, status: TrainingJobStatus) -> None:
         """Count an executed plan for `job`, whose observed status is the old one."""
         old = job.status
         self._seen[job.uid] = (job, status)
-        before = {entry_identity(each): each for each in old.history}
+        before = {get_identity(each): each for each in old.history}
         for each in status.history:
-            self._interruption(before.get(entry_identity(each)), each)
+            self._record_interruption(before.get(get_identity(each)), each)
         for kind in _ENDS:
             if is_true(status, kind) and not is_true(old, kind):
                 self._finished.labels(kind.value).inc()
@@ -125,12 +125,12 @@ class JobMetrics:
         for measure, name in MEASURES.items():
             ratios = (getattr(each.goodput, name) for each in running)
             self._goodput.labels(measure).set(min((ratio for ratio in ratios if ratio is not None), default=1.0))
-        self._durable_age.set(max(self._ages(running), default=0.0))
+        self._durable_age.set(max(self._set_ages(running), default=0.0))
         self._set_gauge(
             self._workers, [item for job, status in self._seen.values() for item in count_by_state(job, status)]
         )
 
-    def _ages(self, running: list[PublicStatus]) -> Iterator[float]:
+    def _set_ages(self, running: list[PublicStatus]) -> Iterator[float]:
         """Return the age of each newest durable checkpoint; the time since the first step where there is none."""
         for status in running:
             since = parse_rfc3339(status.checkpoint.durable_time or status.start_time)
@@ -146,7 +146,7 @@ class JobMetrics:
         for label, value in sums.items():
             gauge.labels(label).set(value)
 
-    def _interruption(self, old: Interruption | None, new: Interruption) -> None:
+    def _record_interruption(self, old: Interruption | None, new: Interruption) -> None:
         if old is None:
             self._interruptions.labels(new.cause.value).inc()
         if not new.is_open and (old is None or old.is_open):

@@ -86,34 +86,34 @@ class Metrics:
         for phase in TrainerPhase:
             self._hangs.labels(phase.value)
 
-    def request(self, verb: str, status: int, seconds: float) -> None:
+    def record_request(self, verb: str, status: int, seconds: float) -> None:
         """Count a request to the API server that took `seconds`; status 0 means no response."""
         self._requests.labels(verb, str(status)).inc()
         self._request_seconds.labels(verb).observe(seconds)
 
-    def message(self, kind: str, status: int) -> None:
+    def record_message(self, kind: str, status: int) -> None:
         """Count an answered message of an agent."""
         known = kind if kind in ("register", "heartbeat", "membership", "stream") else "other"
         self._messages.labels(known, str(status)).inc()
 
-    def read(self, path: str, status: int) -> None:
+    def record_read(self, path: str, status: int) -> None:
         """Count an answered request of a reader."""
         page = path.split("/")[1] if path.startswith("/") else ""
         self._reads.labels(page if page in READ else "other", str(status)).inc()
 
-    def served(self, counts: Mapping[str, int]) -> None:
+    def set_served_namespaces(self, counts: Mapping[str, int]) -> None:
         """Set the number of served namespaces in each state."""
         for state, count in counts.items():
             self._served.labels(state).set(count)
 
-    def fleet(self, machines: Iterable[Machine], *, frozen: bool) -> None:
+    def set_fleet(self, machines: Iterable[Machine], *, frozen: bool) -> None:
         """Set the states of machines, and whether node actions are frozen."""
         states = Counts(machine.state for machine in machines)
         for state in MachineState:
             self._machines.labels(state.value).set(states[state])
         self._frozen.set(frozen)
 
-    def nodes(self, nodes: Iterable[NodeView]) -> None:
+    def set_nodes(self, nodes: Iterable[NodeView]) -> None:
         """Set the problems that nodes report, by kind of source (condition, taint, ...), not by its name."""
         found = Counts(
             (problem.source.partition(" ")[0], problem.severity)
@@ -124,7 +124,7 @@ class Metrics:
         for source, severity in self._reported:
             self._problems.labels(source, severity.name.capitalize()).set(found[source, severity])
 
-    def heartbeat_changed(self, before: HeartbeatRequest, now: HeartbeatRequest) -> None:
+    def record_heartbeat_change(self, before: HeartbeatRequest, now: HeartbeatRequest) -> None:
         """Count the checks and the hangs that are new in a heartbeat, each once.
 
         The first heartbeat of an agent in this process is not counted, so a change of the leader counts nothing twice.
@@ -140,21 +140,21 @@ class Metrics:
             if rank.rank not in still:
                 self._hangs.labels(rank.phase.value).inc()
 
-    def reconciled(self, seconds: float, error: str) -> None:
+    def record_reconcile(self, seconds: float, error: str) -> None:
         """Count a finished reconcile; `error` is empty, or the class of the error."""
         self._reconcile.observe(seconds)
         if error:
             self._reconcile_errors.labels(error).inc()
 
-    def planned(self, job: JobView, status: TrainingJobStatus) -> None:
+    def record_plan(self, job: JobView, status: TrainingJobStatus) -> None:
         """Count an executed plan for `job`, whose observed status is the old one."""
-        self._of_jobs.planned(job, status)
+        self._of_jobs.record_plan(job, status)
 
     def forget(self, job_uid: str) -> None:
         """Forget a deleted job."""
         self._of_jobs.forget(job_uid)
 
-    def exposition(self) -> bytes:
+    def render(self) -> bytes:
         """Return the text that Prometheus scrapes."""
         self._of_jobs.refresh()
         return generate_latest(self.registry)

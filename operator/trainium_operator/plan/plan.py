@@ -27,7 +27,7 @@ from trainium_operator.plan.report import events, reconciled, summary, write_thr
 from trainium_operator.plan.view.corrected_status import correct_status
 from trainium_operator.plan.view.facts import Facts, build_facts, pin_running_image
 from trainium_operator.plan.view.size import decide_size, find_size_within_quota
-from trainium_operator.plan.view.workers import RECONNECT_SECONDS, with_last_reports
+from trainium_operator.plan.view.workers import RECONNECT_SECONDS, add_last_reports
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -48,31 +48,33 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
             return Plan(status=observed.job.status)
         return Plan(status=summary.set_standard_conditions(completion.build_termination_status(observed), observed.now))
     size = decide_size(observed.job.spec)
-    observed = correct_status(with_last_reports(observed), size)
+    observed = correct_status(add_last_reports(observed), size)
     used_features = tuple(feature for feature in registry.FEATURES if feature.is_used(observed, settings))
     facts = build_facts(observed, pin_running_image(observed, settings), size, used_features)
     if conditions.is_terminal(observed.job.status):
         return _finalize(facts, _plan_ended(facts))
     diagnosis = diagnose(facts)
-    result = _initial_result(facts, diagnosis)
+    result = _build_initial_result(facts, diagnosis)
     if completion.have_all_finished(facts):
-        return _finalize(facts, _plan_completion(completion.at_end(facts), result))
+        return _finalize(facts, _plan_completion(completion.rewind_to_end(facts), result))
     if stopping.is_ending(result.status):
         return _finalize(facts, _plan_deadline(facts, result))
     verdict = failure_policy.reach_verdict(facts)
     if verdict is not None:
-        return _finalize(facts, _plan_failure(completion.at_end(facts), result, verdict))
+        return _finalize(facts, _plan_failure(completion.rewind_to_end(facts), result, verdict))
     is_unadmitted = facts.grant is not None and facts.grant.releases_workers
     if not (facts.job.spec.suspend or is_unadmitted):
         lost_uids = [failed.member.pod_uid for failed in diagnosis.failed_members]
-        result = result.then(in_place_restarts.record_restarts(facts, result.status, lost_uids=lost_uids))
-        result = result.with_status(interruptions.record_failed_members(facts, result.status, diagnosis.failed_members))
-    result = result.with_status(recovery.close_recovered(facts, result.status))
-    verdict = failure_policy.verdict_on_budgets(facts, result.status)
+        result = result.combine(in_place_restarts.record_restarts(facts, result.status, lost_uids=lost_uids))
+        result = result.replace_status(
+            interruptions.record_failed_members(facts, result.status, diagnosis.failed_members)
+        )
+    result = result.replace_status(recovery.close_recovered(facts, result.status))
+    verdict = failure_policy.judge_budgets(facts, result.status)
     if verdict is not None:
-        result = result.then(summary.summarize(facts, result.status))
-        return _finalize(facts, result.then(completion.stop(facts, result.status, verdict)))
-    result = result.then(stopping.watch_deadlines(facts, result.status))
+        result = result.combine(summary.summarize(facts, result.status))
+        return _finalize(facts, result.combine(completion.stop(facts, result.status, verdict)))
+    result = result.combine(stopping.watch_deadlines(facts, result.status))
     if stopping.is_ending(result.status):
         return _finalize(facts, _plan_deadline(facts, result))
     return _finalize(facts, _plan_active(facts, result, diagnosis.failed_members))
@@ -80,10 +82,10 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
 
 def _plan_completion(facts: Facts, result: PolicyResult) -> PolicyResult:
     """Return the plan once every member has finished; the last heartbeats may be from a time without an operator."""
-    result = result.then(in_place_restarts.record_restarts(facts, result.status))
-    result = result.with_status(_close_all(facts, result.status))
-    result = result.then(summary.summarize(facts, result.status))
-    return result.then(completion.complete(facts, result.status))
+    result = result.combine(in_place_restarts.record_restarts(facts, result.status))
+    result = result.replace_status(_close_all(facts, result.status))
+    result = result.combine(summary.summarize(facts, result.status))
+    return result.combine(completion.complete(facts, result.status))
 
 
 def _plan_failure(facts: Facts, result: PolicyResult, verdict: StopVerdict) -> PolicyResult:
@@ -93,55 +95,57 @@ def _plan_failure(facts: Facts, result: PolicyResult, verdict: StopVerdict) -> P
     """
     if not summary.have_members_reported(facts):
         reports_by = facts.observed.coordinator_since + RECONNECT_SECONDS
-        return result.then(PolicyResult(status=result.status, requeue_at=(reports_by,)))
-    result = result.then(in_place_restarts.record_restarts(facts, result.status))
-    result = result.with_status(recovery.close_recovered(facts, result.status))
-    result = result.then(summary.summarize(facts, result.status))
-    return result.then(completion.stop(facts, result.status, verdict))
+        return result.combine(PolicyResult(status=result.status, requeue_at=(reports_by,)))
+    result = result.combine(in_place_restarts.record_restarts(facts, result.status))
+    result = result.replace_status(recovery.close_recovered(facts, result.status))
+    result = result.combine(summary.summarize(facts, result.status))
+    return result.combine(completion.stop(facts, result.status, verdict))
 
 
 def _plan_ended(facts: Facts) -> PolicyResult:
     result = completion.clean_up(facts, facts.job.status)
     for feature in facts.features:
-        result = result.then(feature.finish(facts, result.status))
-    return result.then(completion.record_spec_change(facts, result.status))
+        result = result.combine(feature.finish(facts, result.status))
+    return result.combine(completion.record_spec_change(facts, result.status))
 
 
 def _plan_deadline(facts: Facts, result: PolicyResult) -> PolicyResult:
     """Return the plan once a deadline ends the job: no other policy decides any more."""
-    result = result.with_status(_close_all(facts, result.status))
+    result = result.replace_status(_close_all(facts, result.status))
     result = _summarize_unless_stale(facts, result)
-    return result.then(stopping.stop_after_deadline(facts, result.status))
+    return result.combine(stopping.stop_after_deadline(facts, result.status))
 
 
 def _plan_active(facts: Facts, result: PolicyResult, failed_members: tuple[FailedMember, ...]) -> PolicyResult:
     """Return the plan of a job that is to run, or to wait until it may."""
-    result = result.then(replicas.reconcile_configuration(facts, result.status))
+    result = result.combine(replicas.reconcile_configuration(facts, result.status))
     for feature in facts.features:
-        result = result.then(feature.reconcile_before_pods(facts, result.status))
+        result = result.combine(feature.reconcile_before_pods(facts, result.status))
     if facts.job.spec.suspend:
-        result = result.then(stopping.suspend(facts, recovery.release_generation(facts, result.status)))
+        result = result.combine(stopping.suspend(facts, recovery.release_generation(facts, result.status)))
     elif facts.grant is not None and facts.grant.releases_workers:
-        result = result.with_status(stopping.clear_suspended(facts, recovery.release_generation(facts, result.status)))
-        result = result.then(stopping.delete_workers(facts, result.status))
+        result = result.replace_status(
+            stopping.clear_suspended(facts, recovery.release_generation(facts, result.status))
+        )
+        result = result.combine(stopping.delete_workers(facts, result.status))
     else:
         result = _plan_workers(facts, result, failed_members)
     for feature in facts.features:
-        result = result.then(feature.reconcile(facts, result.status))
-    return _summarize_unless_stale(facts, result.then(summary.count_outdated_pods(facts, result.status)))
+        result = result.combine(feature.reconcile(facts, result.status))
+    return _summarize_unless_stale(facts, result.combine(summary.count_outdated_pods(facts, result.status)))
 
 
 def _plan_workers(facts: Facts, result: PolicyResult, failed_members: tuple[FailedMember, ...]) -> PolicyResult:
     """Decide which workers train, and reconcile the pods for them."""
-    result = result.with_status(stopping.clear_suspended(facts, result.status))
-    result = result.then(stragglers.find_stragglers(facts, result.status))
+    result = result.replace_status(stopping.clear_suspended(facts, result.status))
+    result = result.combine(stragglers.find_stragglers(facts, result.status))
     failed_uids = frozenset(failed.member.pod_uid for failed in failed_members)
     for feature in facts.features:
-        result = result.then(feature.resize(facts, result.status, failed_uids))
-    result = result.then(_start_or_keep_generation(facts, result.status, failed_members))
+        result = result.combine(feature.resize(facts, result.status, failed_uids))
+    result = result.combine(_start_or_keep_generation(facts, result.status, failed_members))
     withheld, released = gang_policy.withhold_pods(facts, result.status)
-    result = result.then(released)
-    return result if withheld else result.then(replicas.reconcile_pods(facts, result.status, failed_members))
+    result = result.combine(released)
+    return result if withheld else result.combine(replicas.reconcile_pods(facts, result.status, failed_members))
 
 
 def _start_or_keep_generation(
@@ -151,9 +155,9 @@ def _start_or_keep_generation(
     decision = decisions.decide_generation(facts, status, failed_members)
     decided = PolicyResult(status=decision.status, requeue_at=decision.requeue_at)
     if decision.new is not None:
-        return decided.then(generation.start_generation(facts, decision.status, decision.new))
+        return decided.combine(generation.start_generation(facts, decision.status, decision.new))
     status = decision.status if failed_members else recovery.close_lapsed(facts, decision.status)
-    return decided.then(PolicyResult(status=status, actions=generation.republish_membership(facts)))
+    return decided.combine(PolicyResult(status=status, actions=generation.republish_membership(facts)))
 
 
 def _close_all(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
@@ -168,16 +172,16 @@ def _summarize_unless_stale(facts: Facts, result: PolicyResult) -> PolicyResult:
     """
     if facts.current is not None and facts.current.generation < facts.job.status.membership.generation:
         return result
-    return result.then(summary.summarize(facts, result.status))
+    return result.combine(summary.summarize(facts, result.status))
 
 
-def _initial_result(facts: Facts, diagnosis: Diagnosis) -> PolicyResult:
+def _build_initial_result(facts: Facts, diagnosis: Diagnosis) -> PolicyResult:
     """Return the result of the spec and of the diagnosis alone."""
     size, status = facts.size, facts.job.status
     legal = size.desired > 0 and size.reason in (Reason.AS_REQUESTED, Reason.NODES_IN_RESERVE)
-    status = interruptions.with_valid_counts(status).replaced(observed_generation=facts.job.generation)
+    status = interruptions.correct_counts(status).replaced(observed_generation=facts.job.generation)
     kind = ConditionType.SIZE_LEGAL
-    status = conditions.with_condition(status, kind, legal, size.reason, size.message, now=facts.now)
+    status = conditions.set_condition(status, kind, legal, size.reason, size.message, now=facts.now)
     status = summary.record_compiled_sizes(facts, status)
     desired = _limit_size_to_quota(facts) or status.desired
     status = summary.set_nodes_healthy(facts, decisions.record_size_request(facts, status, desired))
@@ -208,13 +212,13 @@ def _has_open_interruption(status: PublicStatus) -> bool:
 
 def _finalize(facts: Facts, result: PolicyResult) -> Plan:
     """Return the complete plan with the status to write now."""
-    result = result.then(disruption_budget.limit_disruptions(facts, result.status))
+    result = result.combine(disruption_budget.limit_disruptions(facts, result.status))
     for feature in facts.features:
-        result = result.then(feature.finalize(facts, result.status))
+        result = result.combine(feature.finalize(facts, result.status))
     if not conditions.is_terminal(facts.job.status):
-        result = result.then(reconciled.report_differences(facts, result.status))
+        result = result.combine(reconciled.report_differences(facts, result.status))
     if conditions.is_terminal(result.status):
-        result = result.then(completion.delete_after_ttl(facts, result.status))
+        result = result.combine(completion.delete_after_ttl(facts, result.status))
     old, status = facts.job.status, result.status
     if not conditions.is_terminal(old):
         status = summary.set_standard_conditions(status, facts.now)
@@ -225,7 +229,7 @@ def _finalize(facts: Facts, result: PolicyResult) -> Plan:
     if has_acted and not conditions.is_terminal(status):
         # The next plan writes the consequences of the outcome: counts, conditions.
         requeue_at.append(facts.now)
-    write_at = write_throttle.next_write_at(facts, old, status)
+    write_at = write_throttle.find_next_write(facts, old, status)
     if facts.now < write_at:
         requeue_at.append(write_at)
         status = old

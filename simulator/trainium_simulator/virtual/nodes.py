@@ -66,24 +66,24 @@ class Nodes:
         self.deleted_provider_ids: dict[str, str] = {}
         """Node name -> provider ID of nodes that no longer exist."""
         self.slots = [
-            Slot(number, self._new_node_view(number, 0), is_lemon=number in lemons, installed_at=float("-inf"))
+            Slot(number, self._create_node_view(number, 0), is_lemon=number in lemons, installed_at=float("-inf"))
             for number in range(count)
         ]
         self.views = {slot.name: slot.view for slot in self.slots}
 
-    def _new_node_view(self, number: int, machine_serial: int) -> NodeView:
+    def _create_node_view(self, number: int, machine_serial: int) -> NodeView:
         name = f"node-{number}" if machine_serial == 0 else f"node-{number}-{machine_serial}"
         labels = {LABEL_HOST: name, LAYERS[-1]: f"rack-{number // self._model.rack_nodes}"}
         if self._instance_type:
             labels[LABEL_INSTANCE_TYPE] = self._instance_type
         return NodeView(name=name, provider_id=f"sim:///{number}/{machine_serial}", labels=labels)
 
-    def slots_in_rack(self, number: int) -> list[Slot]:
+    def list_slots_in_rack(self, number: int) -> list[Slot]:
         """Return the slots that share a switch with this one."""
         rack = number // self._model.rack_nodes
         return [slot for slot in self.slots if slot.number // self._model.rack_nodes == rack]
 
-    def relative_hazard(self, slot: Slot, now: float) -> float:
+    def compute_relative_hazard(self, slot: Slot, now: float) -> float:
         """Return the failure rate of the machine as a multiple of that of a healthy one."""
         is_new = now - slot.installed_at < self._model.infant_seconds
         return (self._model.lemon_factor if slot.is_lemon else 1.0) * (self._model.infant_factor if is_new else 1.0)
@@ -120,5 +120,5 @@ class Nodes:
         self.deleted_provider_ids[old_view.name] = old_view.provider_id
         slot.machine_serial += 1
         slot.is_lemon, slot.installed_at, slot.slowness = lemon, now, 1.0
-        self.set_view(slot, self._new_node_view(slot.number, slot.machine_serial))
+        self.set_view(slot, self._create_node_view(slot.number, slot.machine_serial))
         return old_view.name

@@ -57,7 +57,7 @@ _MAX_DELAY_RATIO = 0.03
 InterruptionKey = tuple[int, int, int, str]
 
 
-def _without_checkpoint_ages(spec: TrainingJobSpec) -> TrainingJobSpec:
+def _remove_checkpoint_ages(spec: TrainingJobSpec) -> TrainingJobSpec:
     """Return the spec without the rules that watch the age of checkpoints: each check would cost a plan."""
     durable = spec.checkpoint.durable.replaced(every_seconds=None, every_steps=None)
     return spec.replaced(checkpoint=spec.checkpoint.replaced(storage=StorageSpec(), durable=durable))
@@ -78,7 +78,7 @@ class SimulatedOperator:
         self.ranks: TrainingRanks
         self._clock = clock
         self._nodes = nodes
-        self._spec = _without_checkpoint_ages(spec)
+        self._spec = _remove_checkpoint_ages(spec)
         self._generation = 1
         self._reconnect_seconds = reconnect_seconds
         self._children: dict[str, str] = {}
@@ -151,7 +151,7 @@ class SimulatedOperator:
     def record_heartbeats(self) -> None:
         """Record the current heartbeats, the last ones of agents whose nodes then lose power."""
         if self._is_connected:
-            self._agent_views()
+            self._build_agent_views()
 
     def update_ledger(self) -> None:
         """Plan once and write the status, so that its ledger includes the time until now."""
@@ -161,10 +161,10 @@ class SimulatedOperator:
     def _requeue(self, *, always: bool) -> None:
         if not self._is_connected or self.job_ended or self.ranks.training.state is not State.RUNNING:
             return
-        if always or self._measurements_are_missing():
+        if always or self._is_missing_measurements():
             self._plan_once(_LEDGER_SETTINGS)
 
-    def _measurements_are_missing(self) -> bool:
+    def _is_missing_measurements(self) -> bool:
         size = self.ranks.training.size
         settled = any(entry.size == size and entry.settled for entry in self.status.goodput.sizes)
         unreported = any(not entry.reported for entry in self.status.stragglers)
@@ -229,7 +229,7 @@ class SimulatedOperator:
             job=job,
             pods=tuple(pod.view for pod in self.workers.pods.values()),
             nodes=self._nodes.views,
-            agents=self._agent_views(),
+            agents=self._build_agent_views(),
             membership=self.membership,
             published=self._published_generation,
             children=self._children,
@@ -240,7 +240,7 @@ class SimulatedOperator:
             status_written=self._status_written_at,
         )
 
-    def _agent_views(self) -> dict[str, AgentView]:
+    def _build_agent_views(self) -> dict[str, AgentView]:
         return self.workers.observe_agents(self._clock.now, self.ranks.build_reports(), leader_since=self._leader_since)
 
     def _apply(self, action: Action) -> None:

@@ -75,24 +75,26 @@ class TrainingRanks:
 
     # --- members ----------------------------------------------------------------------------------------------------
 
-    def members(self) -> Iterator[tuple[int, Pod | None]]:
+    def list_members(self) -> Iterator[tuple[int, Pod | None]]:
         """Yield the node rank and the pod of each member; None for a deleted pod."""
         by_uid = {pod.view.uid: pod for pod in self._workers.pods.values()}
         for member in self.membership.members if self.membership else ():
             yield member.node_rank, by_uid.get(member.pod_uid)
 
-    def _reachable_agents(self) -> list[Agent]:
+    def _list_reachable_agents(self) -> list[Agent]:
         """Return the agents of the members whose nodes have power."""
         return [
-            pod.agent for _, pod in self.members() if pod is not None and _is_reachable(pod) and pod.agent is not None
+            pod.agent
+            for _, pod in self.list_members()
+            if pod is not None and _is_reachable(pod) and pod.agent is not None
         ]
 
-    def _missing_ranks(self) -> tuple[int, ...]:
-        return tuple(rank for rank, pod in self.members() if pod is None or not _is_reachable(pod))
+    def _list_missing_ranks(self) -> tuple[int, ...]:
+        return tuple(rank for rank, pod in self.list_members() if pod is None or not _is_reachable(pod))
 
-    def member_on_slot(self, slot: Slot) -> tuple[int, Agent] | None:
+    def find_member_on_slot(self, slot: Slot) -> tuple[int, Agent] | None:
         """Return the node rank and the agent of the reachable member on this slot; None without one."""
-        for rank, pod in self.members():
+        for rank, pod in self.list_members():
             if pod is not None and pod.slot is slot and _is_reachable(pod) and pod.agent is not None:
                 return rank, pod.agent
         return None
@@ -101,7 +103,7 @@ class TrainingRanks:
 
     def publish(self, membership: Membership) -> None:
         """Publish a generation, as the coordinator does; all agents receive it at the same time."""
-        delay = self._stages.publication_seconds(len(membership.members))
+        delay = self._stages.estimate_publication_seconds(len(membership.members))
         self._clock.call_later(delay, lambda: self._receive_membership(membership))
 
     def _receive_membership(self, membership: Membership) -> None:
@@ -124,12 +126,12 @@ class TrainingRanks:
             return
         training, now = self.training, self._clock.now
         training.interrupt(now, State.JOINING)
-        old_uids = {pod.view.uid for _, pod in self.members() if pod is not None}
-        missing = self._missing_ranks()
+        old_uids = {pod.view.uid for _, pod in self.list_members() if pod is not None}
+        missing = self._list_missing_ranks()
         resume_step = training.step if saved and not missing else training.choose_resume_step(missing)
-        old_agents = self._reachable_agents()
+        old_agents = self._list_reachable_agents()
         self.membership, self._attempt = membership, 0
-        new_agents = self._reachable_agents()
+        new_agents = self._list_reachable_agents()
         for agent in old_agents:
             agent.generation, agent.attempt, agent.verdict, agent.waiting_for = membership.generation, 0, None, ()
             agent.set_phase(WorkerPhase.STANDBY, now)
@@ -145,8 +147,8 @@ class TrainingRanks:
         training, now = self.training, self._clock.now
         self._epoch += 1
         training.state, training.started_at, training.loaded_at = State.JOINING, 0.0, 0.0
-        missing = self._missing_ranks()
-        for agent in self._reachable_agents():
+        missing = self._list_missing_ranks()
+        for agent in self._list_reachable_agents():
             agent.waiting_for, agent.attempt = missing[:64], self._attempt
             agent.set_phase(WorkerPhase.JOINING, now)
         if missing:
@@ -158,9 +160,9 @@ class TrainingRanks:
             if epoch != self._epoch:
                 return
             training.state, training.started_at = State.LOADING, self._clock.now
-            for agent in self._reachable_agents():
+            for agent in self._list_reachable_agents():
                 agent.set_phase(WorkerPhase.LOADING, self._clock.now)
-            seconds = training.loading_seconds(resume_step, newcomers=newcomers)
+            seconds = training.estimate_loading_seconds(resume_step, newcomers=newcomers)
             self._clock.call_later(seconds, lambda: self._start_training(epoch, resume_step, newcomers=newcomers))
 
         self._clock.call_later(self._stages.restart_seconds, start_loading)
@@ -174,7 +176,7 @@ class TrainingRanks:
         newcomer_seconds = stages.newcomer_step_seconds if newcomers else 0.0
         delay = stages.first_step_seconds + newcomer_seconds + compile_seconds
         training.start_steps(now, resume_step, first_step_delay=delay)
-        for agent in self._reachable_agents():
+        for agent in self._list_reachable_agents():
             agent.set_phase(WorkerPhase.TRAINING, now)
         self.apply_slowest_node()
         self._clock.call_at(training.step_end(training.newest_step + 1), lambda: self._report_first_new_step(epoch))
@@ -183,23 +185,25 @@ class TrainingRanks:
         if epoch != self._epoch or self.training.state is not State.RUNNING:
             return
         training, now = self.training, self._clock.now
-        if training.completed_step(now) <= training.newest_step:
+        if training.find_completed_step(now) <= training.newest_step:
             self._clock.call_at(training.step_end(training.newest_step + 1), lambda: self._report_first_new_step(epoch))
             return
-        for agent in self._reachable_agents():
+        for agent in self._list_reachable_agents():
             agent.restarts = tuple(
                 record
                 if record.resumed_at is not None or record.generation != agent.generation
                 else record.replaced(resumed_at=now, resume_step=training.resume_step)
                 for record in agent.restarts
             )
-        step_seconds = training.undisturbed_step_seconds(training.size)
+        step_seconds = training.compute_undisturbed_step_seconds(training.size)
         self._requeue_at(tuple(now + number * 2.0 * step_seconds for number in range(1, 20)))
         self._on_change()
 
     def apply_slowest_node(self) -> None:
         """Let all ranks step as slowly as the slowest node, and schedule measurements of their steps."""
-        slowest = max((pod.slot.slowness for _, pod in self.members() if pod is not None and pod.slot), default=1.0)
+        slowest = max(
+            (pod.slot.slowness for _, pod in self.list_members() if pod is not None and pod.slot), default=1.0
+        )
         training, now = self.training, self._clock.now
         previous = training.slowness
         training.set_slowness(now, slowest)
@@ -209,7 +213,7 @@ class TrainingRanks:
             self._requeue_at(tuple(now + (steps + 0.5) * seconds for steps in (1, 20, 20 + persists, 30 + persists)))
         elif previous != slowest:
             # The steps may be faster than when the reference was measured.
-            step_seconds = training.undisturbed_step_seconds(training.size) if training.size else 1.0
+            step_seconds = training.compute_undisturbed_step_seconds(training.size) if training.size else 1.0
             self._requeue_at(tuple(now + number * 2.0 * step_seconds for number in range(1, 20)), always=True)
             self._on_change()
 
@@ -217,7 +221,7 @@ class TrainingRanks:
 
     def crash_process(self, slot: Slot) -> None:
         """End a process of the member on this slot; all ranks restart in place."""
-        if self.member_on_slot(slot) is None or self.training.state is State.IDLE:
+        if self.find_member_on_slot(slot) is None or self.training.state is State.IDLE:
             return
         self._interrupt(State.STALLED)
         self._call_later_unless_interrupted(
@@ -226,7 +230,7 @@ class TrainingRanks:
 
     def hang_process(self, slot: Slot, undetected_seconds: float) -> None:
         """Stall all ranks until the agent detects the hang, or for `undetected_seconds` without hang detection."""
-        if self.member_on_slot(slot) is None or self.training.state is not State.RUNNING:
+        if self.find_member_on_slot(slot) is None or self.training.state is not State.RUNNING:
             return
         hang, step_seconds = self._spec.recovery.hang, self.training.current_step_seconds
         timeout = max(hang.step_floor_seconds, hang.step_factor * step_seconds) if hang.enabled else undetected_seconds
@@ -237,7 +241,7 @@ class TrainingRanks:
 
     def fail_device(self, slot: Slot) -> None:
         """Break the device of the member on this slot: its agent reports a verdict, its peers wait."""
-        if self.member_on_slot(slot) is None or self.training.state is State.IDLE:
+        if self.find_member_on_slot(slot) is None or self.training.state is State.IDLE:
             return
         self._interrupt(State.STALLED)
         code, runtime_status = int(ExitCode.DEVICE_FAULT), _UNCORRECTABLE_ERROR_STATUS
@@ -247,7 +251,7 @@ class TrainingRanks:
 
     def produce_nonfinite_loss(self, slot: Slot) -> None:
         """Produce a loss that is not finite: skipped where the job tolerates it, else the ranks exit with its code."""
-        if self.member_on_slot(slot) is None or self.training.state is not State.RUNNING:
+        if self.find_member_on_slot(slot) is None or self.training.state is not State.RUNNING:
             return
         if self._spec.workload.skips_nonfinite_steps:
             return
@@ -257,17 +261,17 @@ class TrainingRanks:
 
     def power_off(self, slots: list[Slot]) -> None:
         """Cut the power of nodes: their peers wait in a collective and report nothing."""
-        members_are_hit = any(self.member_on_slot(slot) is not None for slot in slots)
+        members_are_hit = any(self.find_member_on_slot(slot) is not None for slot in slots)
         for slot in slots:
             self._workers.power_off(slot)
         if members_are_hit and self.training.state is State.RUNNING:
             self._interrupt(State.STALLED)
         elif members_are_hit and self.training.state in (State.JOINING, State.LOADING):
             self._interrupt(State.JOINING)
-            for agent in self._reachable_agents():
-                agent.waiting_for = self._missing_ranks()[:64]
+            for agent in self._list_reachable_agents():
+                agent.waiting_for = self._list_missing_ranks()[:64]
                 agent.set_phase(WorkerPhase.JOINING, self._clock.now)
-        if any(True for slot in slots for _ in self._workers.pods_on(slot)):
+        if any(True for slot in slots for _ in self._workers.list_pods_on(slot)):
             self._clock.call_later(SILENCE_REPORTED_SECONDS - MEAN_HEARTBEAT_AGE_SECONDS, self._on_change)
 
     def _interrupt(self, state: State) -> None:
@@ -295,14 +299,14 @@ class TrainingRanks:
         return failure
 
     def _restart_in_place(self, slot: Slot, at: float, cause: Cause, code: int) -> None:
-        member = self.member_on_slot(slot)
+        member = self.find_member_on_slot(slot)
         if member is None:
             return
         rank, failed_agent = member
         now, step = self._clock.now, self.training.step
         self._add_failure(failed_agent, rank, at, code, None)
         self._attempt += 1
-        for agent in self._reachable_agents():
+        for agent in self._list_reachable_agents():
             record = RestartRecord.model_construct(
                 sequence=agent.restarts[-1].sequence + 1 if agent.restarts else 0,
                 generation=agent.generation,
@@ -315,17 +319,17 @@ class TrainingRanks:
                 resume_step=None,
             )
             agent.restarts = (*agent.restarts, record)[-_MAX_REPORTED:]
-        self._start_attempt(self.training.choose_resume_step(self._missing_ranks()), newcomers=False)
+        self._start_attempt(self.training.choose_resume_step(self._list_missing_ranks()), newcomers=False)
         self._on_change()
 
     def _report_verdict(self, slot: Slot, at: float, code: int, runtime_status: int | None) -> None:
-        member = self.member_on_slot(slot)
+        member = self.find_member_on_slot(slot)
         if member is None:
             return
         rank, failed_agent = member
         now = self._clock.now
         failed_agent.verdict = self._add_failure(failed_agent, rank, at, code, runtime_status)
-        for agent in self._reachable_agents():
+        for agent in self._list_reachable_agents():
             if agent is failed_agent:
                 agent.set_phase(WorkerPhase.FAILED, now)
             else:
@@ -348,7 +352,7 @@ class TrainingRanks:
         if self.membership is None:
             return RankReports(progress=None, first_rank_pod="", last_step_at=None, step_seconds=None, timings={})
         training.record_progress(now)
-        step, step_end = training.completed_step(now), training.completed_step_end(now)
+        step, step_end = training.find_completed_step(now), training.find_completed_step_end(now)
         progress = Progress.model_construct(
             **_PROGRESS_DEFAULTS,
             step=step,
@@ -369,7 +373,7 @@ class TrainingRanks:
 
     def _step_timings(self, completed_steps: int) -> Mapping[float, StepTiming]:
         training = self.training
-        step_seconds = training.undisturbed_step_seconds(training.size)
+        step_seconds = training.compute_undisturbed_step_seconds(training.size)
         factors = {pod.slot.slowness for pod in self._workers.pods.values() if pod.slot is not None}
         is_running, steps = training.state is State.RUNNING, min(_TIMED_STEPS, completed_steps)
         key = (is_running, step_seconds, steps, training.slowness, frozenset(factors))

@@ -48,22 +48,22 @@ class SimulationResult:
     @property
     def strict_goodput(self) -> float:
         """Strict goodput (docs/goodput.md) from 0 to 1, where waits for a user count as lost."""
-        return _ratio(self.ledger.productive_seconds, self.wall_seconds)
+        return _divide(self.ledger.productive_seconds, self.wall_seconds)
 
     @property
     def uptime(self) -> float:
         """Share of the time in which ranks trained, from 0 to 1."""
         down_seconds = sum(self.ledger.lost_by_stage.get(stage, 0.0) for stage in DOWN_STAGES)
-        return max(0.0, 1.0 - _ratio(down_seconds + self.user_wait_seconds, self.wall_seconds))
+        return max(0.0, 1.0 - _divide(down_seconds + self.user_wait_seconds, self.wall_seconds))
 
     @property
     def work_done(self) -> float:
         """Kept steps as a share of those of an undisturbed run of the full size; above 1 with idle nodes."""
         return max(0.0, self.work_seconds / (self.days * DAY)) if self.days > 0 else 0.0
 
-    def fleet_utilization(self, nodes: int) -> float:
+    def compute_fleet_utilization(self, nodes: int) -> float:
         """Return the work done, in time of `nodes` nodes, as a share of all node time that the job held."""
-        return _ratio(self.work_seconds * nodes, self.ledger.node_seconds)
+        return _divide(self.work_seconds * nodes, self.ledger.node_seconds)
 
     @property
     def lost_by_cause(self) -> dict[str, float]:
@@ -81,5 +81,5 @@ class SimulationResult:
         return min((work_seconds / DAY for work_seconds in self.work_seconds_by_day), default=1.0)
 
 
-def _ratio(part: float, whole: float) -> float:
+def _divide(part: float, whole: float) -> float:
     return min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0

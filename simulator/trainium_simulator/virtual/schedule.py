@@ -64,7 +64,7 @@ def draw_faults(
     """
     faults: list[Fault] = []
     for slot in range(slots):
-        for kind, per_second, thinned in _candidate_rates(rate, mix, model):
+        for kind, per_second, thinned in _list_candidate_rates(rate, mix, model):
             rng = random.Random(f"{seed}/{slot}/{kind}")  # noqa: S311 - a simulation
             faults += _draw_stream(rng, slot, kind, per_second, days * DAY, model, thinned=thinned)
     for slot in range(slots - shared_nodes, slots):
@@ -89,19 +89,19 @@ def _draw_occupations(rng: random.Random, slot: int, until: float, model: Failur
         at += duration + rng.expovariate(1 / model.idle_seconds)
 
 
-def worst_hazard(model: FailureModel) -> float:
+def compute_worst_hazard(model: FailureModel) -> float:
     """Return the failure rate of a new lemon as a multiple of that of a healthy machine."""
     return model.lemon_factor * model.infant_factor
 
 
-def _candidate_rates(rate: float, mix: Mix, model: FailureModel) -> Iterator[tuple[FaultClass, float, bool]]:
+def _list_candidate_rates(rate: float, mix: Mix, model: FailureModel) -> Iterator[tuple[FaultClass, float, bool]]:
     """Yield each class, its candidates per second, and whether candidates are thinned by the hazard of the machine."""
     per_second = rate / 1000 / DAY
     mean_hazard = 1.0 + model.lemon_share * (model.lemon_factor - 1.0)
     shares = {**SHARES[resolve_mix(rate, mix)], FaultClass.STRAGGLER: model.stragglers_per_interruption}
     for kind, share in shares.items():
         thinned = kind in MACHINE_FAULTS
-        yield kind, per_second * share * (worst_hazard(model) / mean_hazard if thinned else 1.0), thinned
+        yield kind, per_second * share * (compute_worst_hazard(model) / mean_hazard if thinned else 1.0), thinned
 
 
 def _draw_stream(

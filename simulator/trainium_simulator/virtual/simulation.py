@@ -20,7 +20,7 @@ from trainium_simulator.virtual.nodes import Nodes, Slot
 from trainium_simulator.virtual.operator import SimulatedOperator
 from trainium_simulator.virtual.ranks import TrainingRanks
 from trainium_simulator.virtual.result import SimulationResult
-from trainium_simulator.virtual.schedule import DAY, Fault, worst_hazard
+from trainium_simulator.virtual.schedule import DAY, Fault, compute_worst_hazard
 from trainium_simulator.virtual.workers import WorkerPods
 
 if TYPE_CHECKING:
@@ -152,7 +152,9 @@ class Simulation:
         if not slot.has_power:
             return
         if fault.kind in MACHINE_FAULTS and fault.hazard_threshold:
-            hazard = self.nodes.relative_hazard(slot, self.clock.now) / worst_hazard(self._settings.model)
+            hazard = self.nodes.compute_relative_hazard(slot, self.clock.now) / compute_worst_hazard(
+                self._settings.model
+            )
             if fault.hazard_threshold > hazard:
                 return
         self.fault_counts[fault.kind] += 1
@@ -168,7 +170,9 @@ class Simulation:
             case FaultClass.NODE_LOST:
                 self._fail_nodes([slot], fault)
             case FaultClass.RACK:
-                self._fail_nodes([other for other in self.nodes.slots_in_rack(slot.number) if other.has_power], fault)
+                self._fail_nodes(
+                    [other for other in self.nodes.list_slots_in_rack(slot.number) if other.has_power], fault
+                )
             case FaultClass.MAINTENANCE:
                 self._announce_maintenance(slot, fault)
             case FaultClass.STRAGGLER:
@@ -235,7 +239,7 @@ class Simulation:
 
     def _occupy(self, slot: Slot, fault: Fault) -> None:
         """Occupy a node by pods of others, unless a requested worker runs there."""
-        if any(not pod.view.extra for pod in self.workers.pods_on(slot)):
+        if any(not pod.view.extra for pod in self.workers.list_pods_on(slot)):
             return
         slot.occupied = True
         self.workers.preempt_extra_pod(slot)

@@ -41,14 +41,14 @@ class Training:
         self._spec = spec
         self._stages = stages
         self._shape = spec.batch_shape()
-        self._full_size_micro_batches = self._micro_batches(spec.workers.replicas)
+        self._full_size_micro_batches = self._count_micro_batches(spec.workers.replicas)
         self.state = State.IDLE
         self.size = 0
         """Nodes of the generation in force."""
         self.slowness = 1.0
         """Factor by which steps take longer, because of the slowest node."""
         self.step = 0
-        """Last completed step when training stopped; `completed_step` also counts while it runs."""
+        """Last completed step when training stopped; `find_completed_step` also counts while it runs."""
         self.newest_step = 0
         """The newest completed step of all attempts."""
         self.durable_step = 0
@@ -69,38 +69,38 @@ class Training:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def undisturbed_step_seconds(self, size: int) -> float:
+    def compute_undisturbed_step_seconds(self, size: int) -> float:
         """Return the seconds of a step on this many nodes, without slow nodes and saves."""
-        return self._stages.step_seconds * self._micro_batches(size) / self._full_size_micro_batches
+        return self._stages.step_seconds * self._count_micro_batches(size) / self._full_size_micro_batches
 
     def work_seconds(self) -> float:
         """Return the seconds that all requested nodes would have needed for the samples of all new steps."""
         full_size = self._spec.workers.replicas
-        samples = sum(count * self._samples_per_step(size) for size, count in self.new_steps_by_size.items())
-        return samples / self._samples_per_step(full_size) * self.undisturbed_step_seconds(full_size)
+        samples = sum(count * self._count_samples_per_step(size) for size, count in self.new_steps_by_size.items())
+        return samples / self._count_samples_per_step(full_size) * self.compute_undisturbed_step_seconds(full_size)
 
-    def _samples_per_step(self, size: int) -> int:
+    def _count_samples_per_step(self, size: int) -> int:
         """Return the samples of a step on this many nodes."""
         return self._shape.batch(size) or self._shape.global_batch_size or 1
 
-    def _micro_batches(self, size: int) -> int:
+    def _count_micro_batches(self, size: int) -> int:
         """Return the micro-batches of a step on each rank, on this many nodes."""
         return max(1, self._shape.micro_batches(size))
 
     @property
     def current_step_seconds(self) -> float:
         """Seconds of a step with the current nodes, slow nodes and saves included."""
-        seconds = self.undisturbed_step_seconds(self.size) * self.slowness
-        save_interval = self._steps_between_saves(seconds)
+        seconds = self.compute_undisturbed_step_seconds(self.size) * self.slowness
+        save_interval = self._count_steps_between_saves(seconds)
         return seconds if save_interval is None else seconds + self._stages.save_stall_seconds / save_interval
 
-    def _steps_between_saves(self, seconds: float) -> int | None:
+    def _count_steps_between_saves(self, seconds: float) -> int | None:
         """Return the steps between two durable saves if a step takes `seconds`; None without saves."""
         durable = self._spec.checkpoint.durable
         by_time = None if durable.every_seconds is None else max(1, math.ceil(durable.every_seconds / seconds))
         return min((steps for steps in (by_time, durable.every_steps) if steps is not None), default=None)
 
-    def completed_step(self, now: float) -> int:
+    def find_completed_step(self, now: float) -> int:
         """Return the last step completed by `now`."""
         if self.state is not State.RUNNING:
             return self.step
@@ -108,12 +108,12 @@ class Training:
         elapsed = min(now, self._stop_at) - started_at
         return first + max(0, math.floor(elapsed / self.current_step_seconds + _ROUNDING))
 
-    def completed_step_end(self, now: float) -> float:
+    def find_completed_step_end(self, now: float) -> float:
         """Return when the last step completed by `now` ended."""
         if self.state is not State.RUNNING:
             return self.stopped_at
         started_at, first = self._run_start
-        completed = self.completed_step(now) - first
+        completed = self.find_completed_step(now) - first
         return started_at + completed * self.current_step_seconds if completed else self.stopped_at
 
     def step_end(self, step: int) -> float:
@@ -123,12 +123,12 @@ class Training:
 
     def record_progress(self, now: float) -> None:
         """Count the steps completed by `now`, and update the newest durable step."""
-        step = self.completed_step(now)
+        step = self.find_completed_step(now)
         if step > self.newest_step:
             self.new_steps_by_size[self.size] = self.new_steps_by_size.get(self.size, 0) + step - self.newest_step
             self.newest_step = step
         if self.state is State.RUNNING:
-            save_interval = self._steps_between_saves(self.current_step_seconds)
+            save_interval = self._count_steps_between_saves(self.current_step_seconds)
             committed = step - math.ceil(self._stages.save_seconds / self.current_step_seconds)
             if save_interval is not None and committed > 0:
                 self.durable_step = max(self.durable_step, committed // save_interval * save_interval)
@@ -139,8 +139,8 @@ class Training:
         """Stop training at `now`, and enter another state than RUNNING."""
         if self.state is State.RUNNING:
             self.record_progress(now)
-            self.stopped_at = self.completed_step_end(now)
-            self.step = self.completed_step(now)
+            self.stopped_at = self.find_completed_step_end(now)
+            self.step = self.find_completed_step(now)
         self.state = state
         self._stop_at = math.inf
 
@@ -157,8 +157,8 @@ class Training:
             return
         self.record_progress(now)
         if self.state is State.RUNNING:
-            step = self.completed_step(now)
-            self.stopped_at = self.completed_step_end(now)
+            step = self.find_completed_step(now)
+            self.stopped_at = self.find_completed_step_end(now)
             completed_share = (now - self.step_end(step)) / self.current_step_seconds
             self.slowness = slowness
             self._run_start = (now - max(0.0, completed_share) * self.current_step_seconds, step)
@@ -177,19 +177,19 @@ class Training:
                 return self.durable_step
         if self.size and len(set(lost_ranks)) >= self.size:
             return self.durable_step
-        return max(self._newest_in_memory(), self.durable_step)
+        return max(self._find_newest_in_memory(), self.durable_step)
 
-    def _newest_in_memory(self) -> int:
+    def _find_newest_in_memory(self) -> int:
         """Return the step of the newest snapshot in memory; the newest step if the job takes no snapshots."""
         return self.step - self.step % (self._spec.checkpoint.memory.every_steps or 1)
 
-    def loading_seconds(self, resume_step: int, *, newcomers: bool) -> float:
+    def estimate_loading_seconds(self, resume_step: int, *, newcomers: bool) -> float:
         """Return the seconds of rendezvous, model construction and loading before a start from this step."""
         uses_memory = self._spec.checkpoint.memory.every_steps
         stages = self._stages
         if self.step == 0 and resume_step == 0:
             seconds = stages.load_memory_seconds
-        elif not uses_memory or resume_step < self._newest_in_memory():
+        elif not uses_memory or resume_step < self._find_newest_in_memory():
             seconds = stages.load_durable_seconds
         else:
             seconds = stages.load_peer_seconds if newcomers else stages.load_memory_seconds
@@ -209,7 +209,7 @@ class Training:
     def start_steps(self, now: float, resume_step: int, *, first_step_delay: float) -> None:
         """Start training after `resume_step` at `now`; the first step takes `first_step_delay` seconds longer."""
         self.state, self.loaded_at = State.RUNNING, now
-        self.rollbacks += resume_step < self._newest_in_memory()
+        self.rollbacks += resume_step < self._find_newest_in_memory()
         self.step = self.resume_step = resume_step
         self.stopped_at = now
         self._run_start = (now + first_step_delay, resume_step)

@@ -212,7 +212,7 @@ class WorkerPods:
 
     def preempt_extra_pod(self, slot: Slot) -> bool:
         """Preempt the extra pod on this slot, which saves and exits; return False without one."""
-        for pod in self.pods_on(slot):
+        for pod in self.list_pods_on(slot):
             if pod.view.extra and not pod.view.deleting:
                 pod.view = replace(pod.view, disrupted=True)
                 self.delete_pod(pod.view.name, pod.view.uid, None)
@@ -252,7 +252,7 @@ class WorkerPods:
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 
-    def pods_on(self, slot: Slot) -> Iterator[Pod]:
+    def list_pods_on(self, slot: Slot) -> Iterator[Pod]:
         """Yield the pods that are bound to this slot and have not failed."""
         for pod in self.pods.values():
             if pod.slot is slot and pod.view.phase is not PodPhase.FAILED:
@@ -260,13 +260,13 @@ class WorkerPods:
 
     def power_off(self, slot: Slot) -> None:
         """Silence the agents of the node that loses power; their last heartbeat is half a heartbeat old on average."""
-        for pod in self.pods_on(slot):
+        for pod in self.list_pods_on(slot):
             if pod.agent is not None and pod.agent.silent_since is None:
                 pod.agent.silent_since = self._clock.now - MEAN_HEARTBEAT_AGE_SECONDS
 
     def power_on(self, slot: Slot) -> None:
         """Report all pods of the node as failed, as its kubelet does after a reboot."""
-        for pod in list(self.pods_on(slot)):
+        for pod in list(self.list_pods_on(slot)):
             self._used_slots.discard(slot.number)
             if pod.view.deleting:
                 self._remove_pod(pod)

@@ -11,7 +11,7 @@ from tests.cluster.definition.conftest import Api
 from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated_values
 from trainium_contract.api_server.connection import Connection
 from trainium_contract.stored_json import read_json
-from trainium_operator.cluster.cache.views import job_record
+from trainium_operator.cluster.cache.views import parse_job
 from trainium_operator.plan.view.size import decide_size
 
 pytestmark = pytest.mark.cluster
@@ -48,7 +48,7 @@ def test_any_spec_is_accepted_and_parsed_or_refused(server: tuple[Connection, st
         accepted += 1
         stored = json.loads(answer.body)
         stored["metadata"]["resourceVersion"] = "1"  # which a dry run does not give
-        record = job_record(stored)
+        record = parse_job(stored)
         assert record.view is not None, record.error
         decide_size(record.view.spec)
 
@@ -70,6 +70,6 @@ def test_a_job_that_usual_parsers_reject_is_accepted_and_parsed(
         json.loads(answer.body)
     stored = read_json(answer.body)
     stored["metadata"]["resourceVersion"] = "1"  # which a dry run does not give
-    record = job_record(stored)
+    record = parse_job(stored)
     assert record.view is not None, record.error
     json.dumps(record.view.spec.to_wire())

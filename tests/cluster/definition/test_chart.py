@@ -17,7 +17,7 @@ from tests.testing.operator.rbac import RIGHTS, NamedAfter, Scope
 from tests.testing.suite.timeouts import until
 from trainium_contract.accelerators import INSTANCES
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-from trainium_operator.coordinator.certificates import server_names
+from trainium_operator.coordinator.certificates import list_server_names
 from trainium_operator.plan.features.network_policy import build_network_policy
 from trainium_operator.plan.model.observed import JobView, WorkerIngress
 from trainium_operator.settings import Settings, parse_settings
@@ -169,7 +169,7 @@ def test_network_policies_of_jobs_admit_pods_of_the_chart_and_values(api: Api) -
     first = "networkPolicy.jobs.ingress[0]"
     documents = render_chart(api, f"{first}.from[0].podSelector.matchLabels.app=a b,{first}.ports[0].port=6006")
     pods = find(documents, "Deployment", NAME)["spec"]["template"]
-    ingress = parse_settings(pods["spec"]["containers"][0]["args"]).worker_ingress("system")
+    ingress = parse_settings(pods["spec"]["containers"][0]["args"]).build_worker_ingress("system")
     assert ingress is not None
     assert len(ingress.operator_labels) == 3
     assert ingress.operator_labels.items() <= pods["metadata"]["labels"].items()
@@ -180,7 +180,7 @@ def test_network_policies_of_jobs_admit_pods_of_the_chart_and_values(api: Api) -
 def test_rights_to_network_policies_are_granted_only_when_enabled(api: Api) -> None:
     documents = render_chart(api, "networkPolicy.jobs.create=false")
     assert granted_rights(find(documents, "ClusterRole", NAME)) == needed_rights(Scope.CLUSTER, Scope.WATCHED)
-    assert settings_of(documents).worker_ingress("system") is None
+    assert settings_of(documents).build_worker_ingress("system") is None
     served = render_chart(api, "networkPolicy.jobs.create=false,watchNamespaces={training}")
     assert granted_rights(find(served, "Role", f"{NAME}-jobs")) == needed_rights(Scope.WATCHED)
 
@@ -235,7 +235,7 @@ def test_a_monitor_scrapes_over_https_with_certificate_and_token(api: Api) -> No
     endpoint_spec = endpoint(self_signed, "ServiceMonitor")
     assert (endpoint_spec["port"], endpoint_spec["scheme"]) == ("https", "https")
     assert endpoint_spec["bearerTokenFile"] == "/var/run/secrets/kubernetes.io/serviceaccount/token"
-    assert endpoint_spec["tlsConfig"]["serverName"] in server_names(f"{NAME}-coordinator", "system")
+    assert endpoint_spec["tlsConfig"]["serverName"] in list_server_names(f"{NAME}-coordinator", "system")
     assert endpoint_spec["tlsConfig"]["ca"]["secret"] == {"name": f"{NAME}-coordinator-tls", "key": "ca.crt"}
     (port,) = find(self_signed, "Service", f"{NAME}-metrics")["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (8444, "https")
@@ -523,7 +523,7 @@ def test_the_pod_of_helm_test_needs_no_rights(api: Api, settings: str) -> None:
         "coordinator-port": str(parsed.coordinator_port),
         "probe-port": str(parsed.metrics_port),
     }
-    assert f"{parsed.coordinator_service}.system.svc" in server_names(parsed.coordinator_service, "system")
+    assert f"{parsed.coordinator_service}.system.svc" in list_server_names(parsed.coordinator_service, "system")
     (secret,) = [volume["secret"] for volume in pod["spec"]["volumes"]]
     assert (secret["secretName"], secret["items"]) == (parsed.secret_name, [{"key": "ca.crt", "path": "ca.crt"}])
 

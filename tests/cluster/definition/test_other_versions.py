@@ -10,7 +10,7 @@ from tests.cluster.definition.conftest import Api
 from tests.testing.cluster.installed import await_definition
 from tests.testing.cluster.marks import LABELS
 from trainium_contract.api_server.errors import UndeclaredFieldError
-from trainium_contract.definition.crd import custom_resource_definition
+from trainium_contract.definition.crd import build_custom_resource_definition
 from trainium_contract.job import TrainingJobStatus
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 
@@ -71,7 +71,7 @@ def forbid_unknown_fields(schema: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def older_api(crd_api: Api) -> Iterator[Api]:
     """Return the API server with another definition, whose status is closed and lacks some fields."""
-    definition = custom_resource_definition()
+    definition = build_custom_resource_definition()
     definition["metadata"] = {"name": f"{PLURAL}.{GROUP}", "labels": LABELS}
     definition["spec"]["group"] = GROUP
     definition["spec"]["names"].update(plural=PLURAL, singular="olderjob", shortNames=[], categories=[])
@@ -134,10 +134,10 @@ def test_an_older_definition_names_undeclared_status_fields(
     older_api: Api, status: dict[str, Any], write: Callable[[str, dict[str, Any]], str]
 ) -> None:
     undeclared, refusals = UndeclaredFields(lambda: 0.0), 0
-    while refusal := write(GROUP, undeclared.without(status)):
+    while refusal := write(GROUP, undeclared.drop_from(status)):
         assert undeclared.learn(UndeclaredFieldError(refusal)), refusal
         refusals += 1
     assert refusals > 0
-    assert read_stored_status(older_api, GROUP) == undeclared.without(status)
+    assert read_stored_status(older_api, GROUP) == undeclared.drop_from(status)
     assert {"phase", "membership", "history"} <= read_stored_status(older_api, GROUP).keys()
     assert "goodput" not in read_stored_status(older_api, GROUP)

@@ -43,11 +43,11 @@ def apply_server_side(api: Api, document: dict[str, Any], *options: str) -> str:
 def mark_failed(api: Api, client: Client) -> dict[str, Any]:
     status = json.dumps({"status": {"phase": "Failed"}})
     api.kubectl("patch", "trn", NAME, "--subresource=status", "--type=merge", "-p", status)
-    return client.job(NAME)
+    return client.read_job(NAME)
 
 
 def get_trainer_spec(client: Client) -> dict[str, Any]:
-    return dict(client.job(NAME)["spec"]["trainer"])
+    return dict(client.read_job(NAME)["spec"]["trainer"])
 
 
 @pytest.mark.parametrize("tool", [(), ("--field-manager=argocd-controller",)])
@@ -109,7 +109,7 @@ def test_a_job_recreated_by_another_tool_is_kept(crd_api: Api, client: Client) -
 
     with patch.object(client, "delete_job", delete_and_recreate):
         job = mark_failed(crd_api, client)
-        assert retry_job(client, job)["metadata"]["uid"] == client.job(NAME)["metadata"]["uid"]
+        assert retry_job(client, job)["metadata"]["uid"] == client.read_job(NAME)["metadata"]["uid"]
         job = mark_failed(crd_api, client)
         with pytest.raises(ClientError, match="recreated by argocd-controller"):
             retry_job(client, job, correct_manifest(job, build_manifest(steps=50), "the file"))

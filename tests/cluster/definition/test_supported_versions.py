@@ -10,7 +10,7 @@ import yaml
 
 from tests.testing.cluster.access import ROOT
 from tests.testing.suite.timeouts import scaled
-from trainium_contract.definition.crd import custom_resource_definition
+from trainium_contract.definition.crd import build_custom_resource_definition
 from trainium_devcluster.binaries import DEFINITION_PROGRAMS, Program, catalog, ensure_binaries
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]  # the first run on a machine builds the program
@@ -35,11 +35,11 @@ def test_the_chart_supports_the_version_whose_libraries_validate_the_definition(
 
 @pytest.mark.parametrize("check", sorted(DEFINITION_PROGRAMS))
 def test_the_oldest_and_the_newest_api_server_accept_the_definition(check: Program, tmp_path: Path) -> None:
-    assert validate(custom_resource_definition(), tmp_path, check) == ""
+    assert validate(build_custom_resource_definition(), tmp_path, check) == ""
 
 
 def test_the_newest_api_server_also_refuses_an_invalid_definition(tmp_path: Path) -> None:
-    definition = custom_resource_definition()
+    definition = build_custom_resource_definition()
     definition["spec"]["scope"] = "Everywhere"
     assert "spec.scope: Unsupported value" in validate(definition, tmp_path, Program.CHECK_NEWEST_DEFINITION)
 
@@ -56,7 +56,7 @@ def test_the_newest_api_server_also_refuses_an_invalid_definition(tmp_path: Path
 def test_it_refuses_a_rule_of_newer_versions_and_one_of_a_field_that_is_not_there(
     tmp_path: Path, rule: str, refusal: str
 ) -> None:
-    definition = custom_resource_definition()
+    definition = build_custom_resource_definition()
     spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     path = {"fieldPath": ".nothing"} if "fieldPath" in refusal else {}
     spec["x-kubernetes-validations"].append({"rule": rule, "message": "none", **path})

@@ -13,7 +13,7 @@ from typing import Any
 from tests.testing.cluster.access import ROOT, Access, CommandError
 from tests.testing.cluster.marks import LABELS, is_marked
 from tests.testing.suite.timeouts import scaled, until
-from trainium_contract.definition.crd import custom_resource_definition
+from trainium_contract.definition.crd import build_custom_resource_definition
 
 RELEASE = "trainium-operator"
 NAMESPACE = "trainium-system"
@@ -93,7 +93,7 @@ def uninstall_operator(access: Access) -> None:
 def apply_definition(access: Access) -> None:
     """Apply this checkout's definition, with the mark of tests unless one without it exists."""
     existing = access.run("kubectl", "get", "crd", DEFINITION, "-o", "json")
-    document = custom_resource_definition()
+    document = build_custom_resource_definition()
     if existing.returncode != 0 or is_marked(json.loads(existing.stdout)):
         document["metadata"]["labels"] = LABELS
     # A separate field manager keeps the mark when another one applies the definition.

@@ -24,8 +24,8 @@ from tests.testing.fuzz.invariants import check_type, require
 from tests.testing.fuzz.operator_harness import NAMESPACE, OPERATOR_NAMESPACE, OperatorHarness, add_server_metadata
 from tests.testing.fuzz.schemas import edge_values, example
 from trainium_contract.job import TrainingJobStatus
-from trainium_contract.pages.job_page import live_job_html
-from trainium_contract.pages.jobs_page import live_jobs_html
+from trainium_contract.pages.job_page import render_live_job
+from trainium_contract.pages.jobs_page import render_live_jobs
 from trainium_contract.status.internal import pack_internal
 from trainium_contract.views.events import build_event_views
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest
@@ -220,12 +220,14 @@ def _render_pages(operator: OperatorHarness, events: list[Json]) -> None:
     """Render the list of jobs and the page of each."""
     operator.job_page_data.sample()
     views = build_event_views(events)
-    rows = operator.job_page_data.rows(NAMESPACE)
-    pages = [live_jobs_html(rows, operator.now, where="namespace team", root="/ui")]
+    rows = operator.job_page_data.list_rows(NAMESPACE)
+    pages = [render_live_jobs(rows, operator.now, where="namespace team", root="/ui")]
     for key in list(operator.caches.jobs.store.snapshot()):
         report = operator.job_page_data.report(*key, pods=True, members=True)
         if report is not None:
-            pages.append(live_job_html(report(now=operator.now, events=views, notes=()), operator.now, jobs="/ui/team"))
+            pages.append(
+                render_live_job(report(now=operator.now, events=views, notes=()), operator.now, jobs="/ui/team")
+            )
     for page in pages:
         require(len(page) <= LARGEST_PAGE, f"a page of {len(page)} characters")
         page.encode()

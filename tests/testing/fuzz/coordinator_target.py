@@ -169,7 +169,7 @@ class CoordinatorTarget:
                 await harness.run_connection(fields)
         await harness.close()
         harness.check()
-        if case.get("plan") is True and operator.state.agent_count():
+        if case.get("plan") is True and operator.state.count_agents():
             operator.plan_jobs()
         self._runs += 1
         if self._runs % _METRICS_CHECK_CASES == 0:
@@ -241,8 +241,8 @@ class _CoordinatorHarness:
             Authenticator(TokenVerifier(ISSUER.read).verify, pods),
             is_serving=lambda: self._leads,
             notify=lambda namespace, job, _at_once: operator.queue.put((namespace, job)),
-            on_message=_METRICS.message,
-            on_change=_METRICS.heartbeat_changed,
+            on_message=_METRICS.record_message,
+            on_change=_METRICS.record_heartbeat_change,
         )
         self._listener = _OpenListener()
         self._server.http._listener = self._listener  # type: ignore[assignment]
@@ -299,7 +299,7 @@ class _CoordinatorHarness:
             for target in self._operator.state.probe_targets():
                 self._operator.state.record_port_open(target)
                 self._operator.state.record_port_refused(target)
-            self._operator.state.newly_silent()
+            self._operator.state.find_newly_silent()
 
     def _request(self, request: Json) -> bytes:
         headers = request.get("headers")
@@ -334,9 +334,9 @@ class _CoordinatorHarness:
         """Raises InvariantError."""
         for connection in self._connections:
             connection.check(lambda sent: _MOST_RESPONSE_BYTES + _RESPONSE_BYTES_PER_BYTE * sent)
-        agents = self._operator.state.agents(JOB)
+        agents = self._operator.state.list_agents(JOB)
         require(agents.keys() <= self._presented, f"received {agents.keys() - self._presented} without a token")
-        require(self._operator.state.agent_count() == len(agents), "agents of an unknown job")
+        require(self._operator.state.count_agents() == len(agents), "agents of an unknown job")
         for uid, view in agents.items():
             require(view.registration is not None and view.registration.pod_uid == uid, "a pod impersonates another")
             heartbeat = view.heartbeat

@@ -15,7 +15,7 @@ from trainium_contract.api_server.errors import NotFoundError
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import Resource
 from trainium_operator.cluster.cache.caches import make_caches
-from trainium_operator.cluster.cache.kueue_views import with_conditions
+from trainium_operator.cluster.cache.kueue_views import set_conditions
 from trainium_operator.cluster.cache.reflector import Lister
 from trainium_operator.cluster.cache.store import Entry, Key
 from trainium_operator.cluster.fleet.fleet_reconciler import FleetReconciler
@@ -131,7 +131,7 @@ class OperatorHarness:
             creation_backoff=CreationBackoff(self.clock),
             warnings=PodWarnings(api, self.caches.pods, self.clock),
             outcomes=WriteOutcomes(self.clock),
-            fleet=self.fleet.current,
+            fleet=self.fleet.get_current_view,
             gangs=WaitingGangs(self.caches.jobs, self.caches.pods, wake=limiter.put),
             served_since=lambda: 0.0,
         )
@@ -177,7 +177,7 @@ class OperatorHarness:
         self._version += 1
         stored = add_server_metadata(raw, kind=kind, namespaced=lister.resource.namespaced, version=self._version)
         lister.observe(stored, deleted=deleted)
-        entry = lister.store.entry((stored["metadata"].get("namespace", ""), stored["metadata"]["name"]))
+        entry = lister.store.get_entry((stored["metadata"].get("namespace", ""), stored["metadata"]["name"]))
         if entry is not None and kind not in ("TrainingJob", "ConfigMap"):
             size = len(repr(entry.view))
             require(size <= 4 * len(json.dumps(stored)) + EMPTY_VIEW, f"a view of {size} characters of a {kind}")
@@ -257,7 +257,7 @@ class OperatorHarness:
                 if manifest["kind"] in self._listers:
                     self.deliver(manifest["kind"], manifest)
             case SetQuotaConditions():
-                with_conditions((), action.conditions, "2027-01-15T08:00:00Z")
+                set_conditions((), action.conditions, "2027-01-15T08:00:00Z")
             case _:
                 pass
 

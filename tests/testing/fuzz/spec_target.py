@@ -18,7 +18,7 @@ from tests.testing.fuzz import objects
 from tests.testing.fuzz.invariants import require
 from tests.testing.fuzz.operator_harness import OperatorHarness
 from tests.testing.fuzz.schemas import edge_values, example
-from trainium_contract.definition.crd import object_schema
+from trainium_contract.definition.crd import build_object_schema
 from trainium_contract.job import JOB_REQUIREMENTS, TrainingJobSpec
 from trainium_contract.spec.roles import OTHER_NAMES
 from trainium_contract.trainer.config import TrainingConfig
@@ -46,7 +46,7 @@ class SpecTarget:
 
     def seeds(self) -> list[Any]:
         """Return valid cases: a minimal job, the kinds of the examples, and one with every field."""
-        schema = object_schema()["properties"]["spec"]
+        schema = build_object_schema()["properties"]["spec"]
         spec = recorded_object("job")["spec"]
         fields = example(schema)
         program = _consistent_program(fields.pop("program"))
@@ -64,7 +64,7 @@ class SpecTarget:
 
     def values(self) -> dict[str, list[Any]]:
         """Return further values by key."""
-        values_by_key = edge_values(object_schema()["properties"]["spec"])
+        values_by_key = edge_values(build_object_schema()["properties"]["spec"])
         for key, values in _TEMPLATE_VALUES.items():
             values_by_key.setdefault(key, []).extend(values)
         return values_by_key
@@ -249,5 +249,5 @@ def _register_all(operator: OperatorHarness) -> None:
         for pod in observed.pods:
             identity = {"namespace": job.namespace, "job": job.name, "podName": pod.name, "podUid": pod.uid}
             operator.state.register(job.id, RegisterRequest.model_validate({**objects.REGISTER, **identity}))
-            idle = {"generation": operator.state.published(job.id), "phase": "Standby", "ready": True}
+            idle = {"generation": operator.state.get_published_generation(job.id), "phase": "Standby", "ready": True}
             operator.state.record_heartbeat(job.id, HeartbeatRequest.model_validate({**identity, **idle}))

@@ -33,7 +33,7 @@ def job_view(uid: str, status: TrainingJobStatus | None = None) -> JobView:
 
 def read_samples(metrics: Metrics) -> dict[str, float]:
     """Return every sample of the exposition by name and labels."""
-    lines = [line for line in metrics.exposition().decode().splitlines() if not line.startswith("#")]
+    lines = [line for line in metrics.render().decode().splitlines() if not line.startswith("#")]
     samples = (line.rsplit(" ", 1) for line in lines)
     return {name.removeprefix("trainingjob_operator_"): float(value) for name, value in samples}
 
@@ -43,16 +43,16 @@ def busy_metrics() -> Metrics:
     metrics = Metrics(lambda: NOW, named_jobs=20)
     for phase in Phase:
         for status in _statuses(phase):
-            metrics.planned(job_view(phase.value), status)
+            metrics.record_plan(job_view(phase.value), status)
     for code in (200, 401, 403):
-        metrics.message("heartbeat", code)
+        metrics.record_message("heartbeat", code)
     for code in (200, 401, 403, 429):
-        metrics.read("/metrics", code)
-    metrics.request("GET", 200, 0.01)
-    metrics.served({state.value: 1 for state in ListState})
-    metrics.reconciled(0.1, "ConflictError")
-    metrics.fleet([Machine(machine=state.value, node="a", state=state) for state in MachineState], frozen=True)
-    metrics.nodes([NodeView(name="a", conditions=(NodeCondition(type="NeuronHealth", status=NodeReadiness.TRUE),))])
+        metrics.record_read("/metrics", code)
+    metrics.record_request("GET", 200, 0.01)
+    metrics.set_served_namespaces({state.value: 1 for state in ListState})
+    metrics.record_reconcile(0.1, "ConflictError")
+    metrics.set_fleet([Machine(machine=state.value, node="a", state=state) for state in MachineState], frozen=True)
+    metrics.set_nodes([NodeView(name="a", conditions=(NodeCondition(type="NeuronHealth", status=NodeReadiness.TRUE),))])
     return metrics
 
 

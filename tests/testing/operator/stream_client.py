@@ -71,7 +71,7 @@ class StreamClient:
                 data = await self.reader.read(1 << 16)
                 if not data:
                     return 0, None
-                self._received += self._frames.frames(data)
+                self._received += self._frames.split_frames(data)
         kind, payload = self._received.pop(0)
         if kind == FrameKind.PACKED_MEMBERSHIP:
             payload = gzip.decompress(payload)

@@ -173,7 +173,7 @@ def _namespace_option(arguments: Sequence[str], namespace: str) -> tuple[str, ..
 
 @contextlib.contextmanager
 def _record_calls(recording: Recording, times: list[float]) -> Iterator[None]:
-    ask, follow = Connection.request, LineStream.lines
+    ask, follow = Connection.request, LineStream.read_lines
     run, stream = pod_exec.run_in_pod, Connection.stream
     paths: dict[int, str] = {}
 

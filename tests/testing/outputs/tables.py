@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainium_contract.definition.crd import custom_resource_definition
+from trainium_contract.definition.crd import build_custom_resource_definition
 from trainium_contract.rfc3339 import parse_rfc3339
 
 _GAP, _NARROWEST = 3, 6
@@ -16,7 +16,7 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 
 def table(jobs: Sequence[Mapping[str, Any]], now: float, *, wide: bool = False) -> str:
     """Return a heading and a row for each job; `now` is in Unix seconds."""
-    columns = custom_resource_definition()["spec"]["versions"][0]["additionalPrinterColumns"]
+    columns = build_custom_resource_definition()["spec"]["versions"][0]["additionalPrinterColumns"]
     shown = [column for column in columns if wide or not column.get("priority")]
     rows = [["NAME", *(column["name"].upper() for column in shown)]]
     rows += [[job["metadata"]["name"], *(_cell(job, column, now) for column in shown)] for job in jobs]
@@ -28,7 +28,7 @@ def table(jobs: Sequence[Mapping[str, Any]], now: float, *, wide: bool = False) 
 
 def read_columns(job: Mapping[str, Any]) -> dict[str, str]:
     """Return the value of each column of `kubectl get -o wide` by its name; empty where the job has none."""
-    columns = custom_resource_definition()["spec"]["versions"][0]["additionalPrinterColumns"]
+    columns = build_custom_resource_definition()["spec"]["versions"][0]["additionalPrinterColumns"]
     values = {column["name"]: _read_value(job, column["jsonPath"]) for column in columns}
     return {name: "" if value is None else str(value) for name, value in values.items()}
 

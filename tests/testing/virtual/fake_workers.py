@@ -261,7 +261,7 @@ class Workers:
     def _exchange(self, process: OperatorProcess, agent: Agent) -> None:
         state = process.runtime.state
         try:
-            self._follow_membership(agent, state.membership(agent.job_id))
+            self._follow_membership(agent, state.get_membership(agent.job_id))
             with contextlib.suppress(OldGenerationError):
                 result = state.record_heartbeat(agent.job_id, self._heartbeat(agent))
                 if result.is_urgent:

@@ -98,7 +98,7 @@ class OperatorProcess:
     async def start(self) -> None:
         runtime = self.runtime
         caches = runtime.caches
-        work = [reflector.run() for reflector in (*caches.reflectors(), *caches.optional_reflectors())]
+        work = [reflector.run() for reflector in (*caches.list_reflectors(), *caches.list_optional_reflectors())]
         self._lease = asyncio.create_task(self._lead())
         jobs = [] if runtime.settings.namespaces else [self._watch_jobs()]
         others = [

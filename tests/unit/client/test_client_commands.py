@@ -18,7 +18,7 @@ from tests.testing.api.recorded_jobs import (
     recorded_object,
 )
 from tests.unit.client.conftest import QUARANTINE, Command
-from trainium_client.commands.complete import candidates
+from trainium_client.commands.complete import list_candidates
 from trainium_client.commands.main import app
 
 
@@ -518,12 +518,15 @@ def test_shell_completion_offers_commands_and_then_jobs() -> None:
     def complete_jobs(words: list[str]) -> list[str]:
         return ["llama", "broken"] if "team" in words else []
 
-    assert {"status", "stacks"} <= set(candidates(["st"], complete_jobs))
-    assert candidates(["status", "-n", "team", ""], complete_jobs) == ["broken", "llama"]
-    assert candidates(["logs", "-n", "team", "ll"], complete_jobs) == ["llama"]
-    assert candidates(["status", "llama", "-o", "j"], complete_jobs) == ["json"]
-    assert candidates(["scaling", "-n", "team", "--price-per-node-hour", "2", ""], complete_jobs) == ["broken", "llama"]
-    assert candidates(["nodes", ""], complete_jobs) == []
+    assert {"status", "stacks"} <= set(list_candidates(["st"], complete_jobs))
+    assert list_candidates(["status", "-n", "team", ""], complete_jobs) == ["broken", "llama"]
+    assert list_candidates(["logs", "-n", "team", "ll"], complete_jobs) == ["llama"]
+    assert list_candidates(["status", "llama", "-o", "j"], complete_jobs) == ["json"]
+    assert list_candidates(["scaling", "-n", "team", "--price-per-node-hour", "2", ""], complete_jobs) == [
+        "broken",
+        "llama",
+    ]
+    assert list_candidates(["nodes", ""], complete_jobs) == []
 
 
 def test_an_exec_plugin_provides_the_token_and_its_failure_is_one_sentence(

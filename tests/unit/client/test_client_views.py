@@ -14,28 +14,28 @@ from hypothesis import strategies as st
 from rich.console import RenderableType
 
 from tests.testing.api.recorded_jobs import NOW, recorded_log, recorded_object
-from trainium_client.render.interruption import interruption_page
-from trainium_client.render.json_output import as_json
+from trainium_client.render.interruption import render_interruption
+from trainium_client.render.json_output import format_json
 from trainium_client.render.page import render_text
-from trainium_client.render.status import status_line, status_page
+from trainium_client.render.status import format_status_line, render_status
 from trainium_client.render.tables import (
-    goodput_page,
-    machines_page,
-    scaling_page,
-    sizes_page,
+    render_goodput,
+    render_machines,
+    render_scaling,
+    render_sizes,
 )
 from trainium_client.views.interruption_report import MAX_LINES, explain_interruption
-from trainium_client.views.machines import find_machine, machine_views
-from trainium_client.views.sizes import scaling_rows, size_rows
-from trainium_contract.pages.facts import job_facts
+from trainium_client.views.machines import find_machine, parse_machines
+from trainium_client.views.sizes import list_scaling_rows, size_rows
+from trainium_contract.pages.facts import list_job_facts
 from trainium_contract.pages.formatting import format_duration
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.views.events import build_event_views
-from trainium_contract.views.job import build_job_view, cost_view
+from trainium_contract.views.job import build_job_view, compute_cost
 from trainium_contract.views.job_view import JobView
 from trainium_contract.views.raw import strip_control_characters
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.status_reader import read_public_status
 from trainium_contract.views.workers import Members, build_members, build_rank_rows, count_workers, parse_pod_table
 from trainium_contract.wire.recorded_membership import MAX_RECORD_BYTES, parse_members, parse_membership
 from trainium_operator.plan.fleet.memory import MachineState
@@ -58,7 +58,7 @@ def render_plain(content: RenderableType, width: int = 100) -> str:
 
 
 def status_text(view: JobView, width: int = 100, *, colour: bool = False) -> str:
-    return render_text(status_page(view, now=NOW, width=width), width=width, colour=colour)
+    return render_text(render_status(view, now=NOW, width=width), width=width, colour=colour)
 
 
 def test_status_shows_figures_of_milestones_or_why_there_are_none() -> None:
@@ -128,7 +128,7 @@ def test_memory_checkpoints_are_not_shown_without_pods() -> None:
 def test_the_status_line_counts_requested_workers_before_training() -> None:
     job = recorded_object("job")
     job["status"] = {"phase": "Pending", "desired": 2}
-    assert status_line(build_job_view(job, now=NOW)) == "Pending, step 0, 0/2 workers, 0 interruptions"
+    assert format_status_line(build_job_view(job, now=NOW)) == "Pending, step 0, 0/2 workers, 0 interruptions"
 
 
 def test_a_job_without_a_status_asks_for_the_operator() -> None:
@@ -168,7 +168,7 @@ def test_an_old_status_shows_neither_a_speed_nor_a_time_left(desired: int, secon
 
 def test_a_live_page_names_the_time_of_the_last_news() -> None:
     view = build_job_view(recorded_object("job"), now=NOW + 600)
-    assert "(no news since " in job_facts(view, ages=False)[0].warning
+    assert "(no news since " in list_job_facts(view, ages=False)[0].warning
 
 
 def test_a_step_that_is_no_longer_updated_is_shown_with_its_age() -> None:
@@ -179,7 +179,9 @@ def test_a_step_that_is_no_longer_updated_is_shown_with_its_age() -> None:
 
     def progress_after(seconds: float) -> str:
         (progress,) = [
-            fact.value for fact in job_facts(build_job_view(job, now=updated + seconds)) if fact.label == "Progress"
+            fact.value
+            for fact in list_job_facts(build_job_view(job, now=updated + seconds))
+            if fact.label == "Progress"
         ]
         return progress
 
@@ -285,9 +287,11 @@ def test_the_slowest_rank_comes_first_and_a_silent_worker_before_it() -> None:
     healthy = [{"localRank": 0, "step": 20, "step_seconds": 0.5, "phase": "TRAINING", "updated": NOW - 1}]
     behind = [{**healthy[0], "step": 19}]
 
-    rows = build_rank_rows(members(), {"llama-w-0": healthy, "llama-w-2": behind}, public_status({}), NOW)
+    rows = build_rank_rows(members(), {"llama-w-0": healthy, "llama-w-2": behind}, read_public_status({}), NOW)
     assert [row.rank for row in rows] == [1, 0]
-    rows = build_rank_rows(members(), {"llama-w-0": "llama-w-0 is gone", "llama-w-2": behind}, public_status({}), NOW)
+    rows = build_rank_rows(
+        members(), {"llama-w-0": "llama-w-0 is gone", "llama-w-2": behind}, read_public_status({}), NOW
+    )
     assert [(row.rank, row.note) for row in rows] == [(0, "llama-w-0 is gone"), (1, "")]
 
 
@@ -295,7 +299,10 @@ def test_a_straggler_comes_before_a_rank_with_a_longer_step() -> None:
     records = {pod: [{"localRank": 0, "step": 20, "step_seconds": 0.5}] for pod in ("llama-w-0", "llama-w-2")}
     status = {"stragglers": [{"pod": "llama-w-2", "slowdown": 2.5}]}
 
-    assert [row.rank for row in build_rank_rows(members(), records, public_status({"status": status}), NOW)] == [1, 0]
+    assert [row.rank for row in build_rank_rows(members(), records, read_public_status({"status": status}), NOW)] == [
+        1,
+        0,
+    ]
 
 
 def test_a_global_rank_is_mapped_to_its_worker() -> None:
@@ -313,7 +320,7 @@ def test_why_shows_pod_cause_and_log_line_of_a_crash() -> None:
     assert (report.entry.cause, report.entry.pod, report.number) == ("Crash", "llama-w-0", 3)
     assert any("rank 0 ended with code 137" in line for line in report.log_lines)
     assert len(report.log_lines) <= MAX_LINES
-    output = render_plain(interruption_page(report))
+    output = render_plain(render_interruption(report))
     assert f"restart {format_duration(report.entry.stages['restart'])}" in output
     assert "processes restarted in place, pods kept" in output
 
@@ -330,7 +337,7 @@ def report_of(message: str, *, response: str, log: str) -> str:
     job = recorded_object("job")
     last = job["status"]["history"][-1]
     last |= {"message": message, "response": response}
-    return render_plain(interruption_page(explain_interruption(job, log=log)), 110)
+    return render_plain(render_interruption(explain_interruption(job, log=log)), 110)
 
 
 def test_why_shows_the_whole_verdict_before_the_log() -> None:
@@ -390,10 +397,10 @@ def test_why_shows_python_frames_and_no_cpp_frames() -> None:
 
 def test_wrapped_lines_are_indented() -> None:
     job = recorded_object("failed")
-    output = render_plain(interruption_page(explain_interruption(job, advice=("word " * 40,))), 60)
+    output = render_plain(render_interruption(explain_interruption(job, advice=("word " * 40,))), 60)
     assert re.search(r"^- word .*\n  word ", output, re.MULTILINE)
     log = recorded_log()
-    report = render_plain(interruption_page(explain_interruption(recorded_object("job"), log=log)), 60)
+    report = render_plain(render_interruption(explain_interruption(recorded_object("job"), log=log)), 60)
     lines = report.partition(" at that time\n")[2]
     assert all(line.startswith("  ") for line in lines.splitlines())
 
@@ -401,7 +408,7 @@ def test_wrapped_lines_are_indented() -> None:
 def test_cost_is_node_hours_and_divides_fully_into_causes() -> None:
     view = job_view()
     assert view.eta_seconds is not None
-    cost = cost_view(view, price=36.0)
+    cost = compute_cost(view, price=36.0)
 
     assert cost.so_far == pytest.approx(6.33808), "a hundredth for each of 633.808 node-seconds"
     assert cost.productive == pytest.approx(6.33808 * 0.2511)
@@ -414,18 +421,18 @@ def test_cost_is_node_hours_and_divides_fully_into_causes() -> None:
 
 def test_the_ledger_shows_the_cost_of_each_part_where_a_price_is_given() -> None:
     view = job_view()
-    goodput = replace(view.goodput, cost=cost_view(view, price=3600.0))
+    goodput = replace(view.goodput, cost=compute_cost(view, price=3600.0))
 
-    page = render_plain(goodput_page(goodput, 120))
+    page = render_plain(render_goodput(goodput, 120))
     assert re.search(r"Cost +633\.81 so far, [\d,.]+ more until the last step", page)
     assert re.search(r"CAUSE +SECONDS +SHARE +COST", page)
     assert re.search(r"productive +79\.6 +65\.8 % +159\.15", page)
     assert re.search(r"idle nodes +\d", page)
-    assert "COST" not in render_plain(goodput_page(view.goodput, 120))
+    assert "COST" not in render_plain(render_goodput(view.goodput, 120))
 
 
 def test_a_job_that_has_not_started_costs_nothing_yet() -> None:
-    cost = cost_view(job_view(goodput={}, progress={}), price=10.0)
+    cost = compute_cost(job_view(goodput={}, progress={}), price=10.0)
     assert (cost.so_far, cost.productive, cost.lost, cost.idle, cost.to_end) == (0, 0, {}, 0, None)
 
 
@@ -437,11 +444,11 @@ def test_speeds_are_compared_with_the_smallest_size() -> None:
         {"size": size, "steps": steps, "stepSeconds": seconds} for size, steps, seconds in measured
     ]
 
-    rows = scaling_rows(job)
+    rows = list_scaling_rows(job)
     assert [(row.nodes, row.steps, row.current) for row in rows] == [(1, 10, False), (2, 20, True), (4, 30, False)]
     assert [row.samples_per_second for row in rows] == pytest.approx([10.0, 16.0, 30.0])
     assert [(row.speedup, row.efficiency) for row in rows] == [(1.0, 1.0), (1.6, 0.8), (3.0, 0.75)]
-    assert re.search(r"4 +30 .* 30 +x3\.00 +75\.0 %", render_plain(scaling_page(rows, 100)))
+    assert re.search(r"4 +30 .* 30 +x3\.00 +75\.0 %", render_plain(render_scaling(rows, 100)))
 
 
 def test_speeds_of_a_program_whose_batch_is_not_known_are_step_times() -> None:
@@ -449,10 +456,10 @@ def test_speeds_of_a_program_whose_batch_is_not_known_are_step_times() -> None:
     del job["spec"]["trainer"], job["spec"]["checkpoint"]
     job["spec"]["program"] = {"image": "x", "command": ["train"]}
 
-    (row,) = scaling_rows(job)
+    (row,) = list_scaling_rows(job)
     assert (row.step_seconds, row.samples_per_second, row.efficiency) == (0.301376, None, None)
-    assert "Give program.batch" in render_plain(scaling_page((row,), 100))
-    assert "no step time was measured yet" in render_plain(scaling_page((), 100))
+    assert "Give program.batch" in render_plain(render_scaling((row,), 100))
+    assert "no step time was measured yet" in render_plain(render_scaling((), 100))
 
 
 def test_the_command_of_a_program_is_shown_on_one_line() -> None:
@@ -467,9 +474,9 @@ def test_the_stage_decide_is_labelled_as_the_wait_for_a_worker() -> None:
     job["status"]["history"][-1]["stages"]["decide"] = 41.0
     job["status"]["goodput"]["lostByStage"]["Decide"] = 41.0
 
-    output = render_plain(interruption_page(explain_interruption(job)), 200)
+    output = render_plain(render_interruption(explain_interruption(job)), 200)
     assert f"decide (wait for a worker) {format_duration(41.0)}" in output
-    ledger = render_plain(goodput_page(build_job_view(job, now=NOW).goodput, 100))
+    ledger = render_plain(render_goodput(build_job_view(job, now=NOW).goodput, 100))
     assert re.search(r"Decide \(wait for a worker\) +41\.0", ledger)
     assert "Decide (wait for a worker): 41.0 s" in report_html(
         JobReport(build_job_view(job, now=NOW), (), None, None, (), ()), NOW
@@ -492,14 +499,14 @@ def test_the_report_of_a_failed_job_is_its_verdict() -> None:
 
     assert report.entry is not None
     assert report.entry.stopped
-    assert "stopped for good" in render_plain(interruption_page(report))
+    assert "stopped for good" in render_plain(render_interruption(report))
 
 
 def test_a_job_without_interruptions_has_nothing_to_explain() -> None:
     job = recorded_object("job")
     job["status"]["history"] = []
 
-    assert "nothing has interrupted this job" in render_plain(interruption_page(explain_interruption(job)))
+    assert "nothing has interrupted this job" in render_plain(render_interruption(explain_interruption(job)))
 
 
 def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> None:
@@ -509,7 +516,7 @@ def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> No
     )
     data = {"about": "…", "accounted": "{}", "aws.us-west-2a.i-0abc": entry, "odd": "- 1", "worse": ": :"}
 
-    machines = machine_views({"data": data}, {"ip-10-0-0-1": ""})
+    machines = parse_machines({"data": data}, {"ip-10-0-0-1": ""})
 
     assert machines[0].state == "Quarantined"
     assert machines[0].strikes[0].cause == "Device"
@@ -517,14 +524,14 @@ def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> No
     assert {machine.state for machine in machines[1:]} == {"Unreadable"}
     assert find_machine(machines, "ip-10-0-3-7") is machines[0]
     assert find_machine(machines, "nowhere") is None
-    assert "Device 11-23 02:00 by team/llama" in render_plain(machines_page(machines, 160, now=NOW), 160)
+    assert "Device 11-23 02:00 by team/llama" in render_plain(render_machines(machines, 160, now=NOW), 160)
 
 
 def test_machines_are_sorted_by_the_states_that_the_operator_writes() -> None:
     data = {f"m{number}": f"node: n{number}\nstate: {state.value}\n" for number, state in enumerate(MachineState)}
     data["m9"] = "node: n9\n"
 
-    states = [machine.state for machine in machine_views({"data": data}, None)]
+    states = [machine.state for machine in parse_machines({"data": data}, None)]
 
     assert states == ["Permanent", "Quarantined", "Probation", "Watched", "Watched"]
     assert set(states) == {state.value for state in MachineState}
@@ -574,7 +581,7 @@ def test_sizes_above_the_requested_one_are_marked_as_idle_nodes() -> None:
         (2, 1.0, False),
         (1, 0.5, False),
     ]
-    assert render_plain(sizes_page(rows, 120), 120).count("idle nodes") == 2
+    assert render_plain(render_sizes(rows, 120), 120).count("idle nodes") == 2
 
 
 def test_escape_sequences_are_printed_only_with_colour() -> None:
@@ -605,15 +612,15 @@ def test_a_status_with_any_malformed_field_is_shown(field: str, value: Any) -> N
     view = job_view(**{field: value})
 
     assert status_text(view, 60)
-    json.loads(as_json(view))
-    assert status_line(view)
+    json.loads(format_json(view))
+    assert format_status_line(view)
     explain_interruption(
         {**recorded_object("job"), "status": {**recorded_object("job")["status"], field: value}}, log=recorded_log()
     )
 
 
 def test_json_output_has_camel_case_keys_and_all_figures() -> None:
-    reported = json.loads(as_json(job_view()))
+    reported = json.loads(format_json(job_view()))
 
     assert reported["goodput"]["lostSeconds"]["Crash"] == pytest.approx(2.834)
     assert reported["checkpoints"]["durableStep"] == 254
@@ -702,7 +709,7 @@ def test_a_job_that_exceeds_its_deadline_shows_it_while_stopping_and_afterwards(
     job = recorded_object("job")
     entry = {"generation": 1, "time": "2026-01-01T00:00:00Z", "cause": "Yielded", "response": "Stop", "message": output}
     job["status"] |= {"phase": "Failed", "verdict": output, "history": [entry]}
-    report = render_plain(interruption_page(explain_interruption(job, advice=build_job_view(job, now=NOW).advice)))
+    report = render_plain(render_interruption(explain_interruption(job, advice=build_job_view(job, now=NOW).advice)))
     assert "stopped for good" in report
     assert "active for 60 s" in report
     assert "kubectl trn retry" in report

@@ -16,9 +16,9 @@ from tests.testing.outputs.tables import read_columns
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_client.render.page import render_text
-from trainium_client.render.status import status_page
-from trainium_client.render.tables import goodput_page, scaling_page, sizes_page
-from trainium_client.views.sizes import scaling_rows, size_rows
+from trainium_client.render.status import render_status
+from trainium_client.render.tables import render_goodput, render_scaling, render_sizes
+from trainium_client.views.sizes import list_scaling_rows, size_rows
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.pages.formatting import format_duration, format_percent
 from trainium_contract.pages.job_page import JobReport, report_html
@@ -59,10 +59,10 @@ def pages() -> dict[str, str]:
     now = run_job()[1]
 
     def shown() -> Iterator[tuple[str, Any]]:
-        yield "status", status_page(view(), now=now, width=200)
-        yield "goodput", goodput_page(view().goodput, 200)
-        yield "sizes", sizes_page(size_rows(job()), 200)
-        yield "scaling", scaling_page(scaling_rows(job()), 200)
+        yield "status", render_status(view(), now=now, width=200)
+        yield "goodput", render_goodput(view().goodput, 200)
+        yield "sizes", render_sizes(size_rows(job()), 200)
+        yield "scaling", render_scaling(list_scaling_rows(job()), 200)
 
     texts = {command: render_text(page, width=200, colour=False) for command, page in shown()}
     return texts | {"ui": report_html(JobReport(view(), (), None, None, (), ()), now)}
@@ -78,7 +78,7 @@ def test_the_goodput_is_the_same_figure_in_the_same_unit_everywhere() -> None:
     for command in ("status", "goodput", "ui"):
         assert f"{goodput} of {format_duration(status.goodput.wall_seconds)}" in pages()[command], command
     metrics = Metrics(named_jobs=1)
-    metrics.planned(named_job("a"), status)
+    metrics.record_plan(named_job("a"), status)
     samples = read_samples(metrics)
     shown = [value for key, value in samples.items() if "job_goodput_ratio" in key and 'measure="strict"' in key]
     assert shown == [status.goodput.ratio]
@@ -109,7 +109,7 @@ def test_the_simulator_has_the_ratios_and_the_names_of_the_ledger() -> None:
     )
     assert result.strict_goodput == pytest.approx(ledger.ratio, abs=1e-4)
     assert result.uptime == pytest.approx(ledger.uptime_ratio, abs=1e-4)
-    assert result.fleet_utilization(4) == pytest.approx(ledger.fleet_ratio, abs=1e-3)
+    assert result.compute_fleet_utilization(4) == pytest.approx(ledger.fleet_ratio, abs=1e-3)
     assert (result.lost_by_cause, result.lost_by_stage) == (ledger.lost_seconds, ledger.lost_by_stage)
     shown = format_shares({"Overhead": 0.5, "Decide": 0.25})
     assert shown == "Overhead (slower steps) 50.000 %, Decide (wait for a worker) 25.000 %"

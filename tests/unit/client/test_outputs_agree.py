@@ -14,19 +14,19 @@ from tests.testing.api.recorded_jobs import RECORDED, recorded_object
 from tests.testing.outputs.tables import read_columns
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_cluster import FakeCluster
-from trainium_client.render.interruption import interruption_page
+from trainium_client.render.interruption import render_interruption
 from trainium_client.render.page import render_text
-from trainium_client.render.status import status_page
-from trainium_client.render.tables import jobs_page
+from trainium_client.render.status import render_status
+from trainium_client.render.tables import render_jobs
 from trainium_client.views.interruption_report import explain_interruption
 from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobStatus
 from trainium_contract.pages.formatting import format_percent
 from trainium_contract.pages.job_page import JobReport, report_html
-from trainium_contract.pages.jobs_page import job_row
+from trainium_contract.pages.jobs_page import build_job_row
 from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.job import build_job_view
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.status_reader import read_public_status
 
 
 def lean(**changes: Any) -> TrainingJobSpec:
@@ -129,14 +129,14 @@ def show(job: dict[str, Any]) -> Outputs:
     head, cells = (
         re.split(r" {2,}", line.strip())
         for line in render_text(
-            jobs_page([job_row(job)], 200, where="", with_namespace=True), width=200, colour=False
+            render_jobs([build_job_row(job)], 200, where="", with_namespace=True), width=200, colour=False
         ).splitlines()
     )
-    report = JobReport(view, read_interruptions(public_status(job)), None, None, (), ())
+    report = JobReport(view, read_interruptions(read_public_status(job)), None, None, (), ())
     page = report_html(report, now)
     return Outputs(
-        status=read_labels(render_text(status_page(view, now=now, width=200), width=200, colour=False)),
-        why=read_labels(render_text(interruption_page(explain_interruption(job)), width=200, colour=False)),
+        status=read_labels(render_text(render_status(view, now=now, width=200), width=200, colour=False)),
+        why=read_labels(render_text(render_interruption(explain_interruption(job)), width=200, colour=False)),
         row=dict(zip(head, cells, strict=True)),
         columns=read_columns(job),
         page=unescape(re.sub(r"<[^>]*>", " ", page)),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainium_client.read import with_newest_status
+from trainium_client.read import apply_refused_status
 from trainium_contract.wire.recorded_membership import REFUSAL_KEY, STATUS_KEY
 
 JOB: dict[str, Any] = {"metadata": {"name": "llama", "uid": "1"}, "status": {"phase": "Running", "refusedWrites": 3}}
@@ -19,7 +19,7 @@ def record(count: int, uid: str = "1") -> dict[str, Any]:
 
 
 def test_a_newer_status_that_was_refused_is_shown_with_the_reason() -> None:
-    job, (sentence,) = with_newest_status(JOB, record(4))
+    job, (sentence,) = apply_refused_status(JOB, record(4))
     assert job["status"]["phase"] == "Recovering"
     assert "ConfigMap llama-membership" in sentence
     assert sentence.endswith("no label")
@@ -36,4 +36,4 @@ def test_a_newer_status_that_was_refused_is_shown_with_the_reason() -> None:
     ],
 )
 def test_another_status_is_not_shown(other: dict[str, Any]) -> None:
-    assert with_newest_status(JOB, other) == (JOB, ())
+    assert apply_refused_status(JOB, other) == (JOB, ())

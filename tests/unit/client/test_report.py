@@ -17,13 +17,13 @@ from trainium_client.commands.report import read_run_curve
 from trainium_client.read import JobSnapshot
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.pages.svg import LinearScale, draw_line_chart
-from trainium_contract.views.checkpoints import CheckpointRow, describe_location, metrics_path
+from trainium_contract.views.checkpoints import CheckpointRow, describe_location, get_metrics_path
 from trainium_contract.views.curve import MAX_POINTS, read_curve
 from trainium_contract.views.events import build_event_views
 from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.job import build_job_view
 from trainium_contract.views.job_view import ArtifactView, FigureView, MilestoneView
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.status_reader import read_public_status
 from trainium_contract.views.workers import MemberRow, Members
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'
@@ -51,7 +51,8 @@ def hostile_report() -> JobReport:
         not_shown=(HOSTILE,),
     )
     entries = tuple(
-        replace(entry, message=HOSTILE, pod=HOSTILE, cause=HOSTILE) for entry in read_interruptions(public_status(job))
+        replace(entry, message=HOSTILE, pod=HOSTILE, cause=HOSTILE)
+        for entry in read_interruptions(read_public_status(job))
     )
     members = Members(3, 32, (MemberRow(0, HOSTILE, HOSTILE), MemberRow(1, "w-1", "n-1")))
     row = CheckpointRow(HOSTILE, "committed", 254, 2**20, None, "2x1x1", NOW - 60, HOSTILE)
@@ -101,10 +102,10 @@ def test_a_job_without_a_status_has_a_page() -> None:
 def test_an_axis_has_a_few_marks_of_any_two_values_in_its_range(low: float, high: float, count: int) -> None:
     axis = LinearScale(min(low, high), max(low, high), 0.0, 100.0)
 
-    marks = axis.ticks(count)
+    marks = axis.choose_ticks(count)
 
     assert 1 <= len(marks) <= 2 * count + 2
-    assert all(0 <= axis.position(value) <= 100 for value in (low, high, *marks))
+    assert all(0 <= axis.project(value) <= 100 for value in (low, high, *marks))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_an_axis_has_a_few_marks_of_any_two_values_in_its_range(low: float, high
     [(0, 299, [0, 50, 100, 150, 200, 250]), (5, 6, [5, 5.2, 5.4, 5.6, 5.8, 6]), (4, 4, [3.6, 3.8, 4, 4.2, 4.4])],
 )
 def test_marks_are_round_numbers(low: float, high: float, marks: list[float]) -> None:
-    assert LinearScale(low, high, 0, 1).ticks(6 if high > 9 else 4) == pytest.approx(marks)
+    assert LinearScale(low, high, 0, 1).choose_ticks(6 if high > 9 else 4) == pytest.approx(marks)
 
 
 def test_an_infinite_loss_is_left_out() -> None:
@@ -212,16 +213,16 @@ def test_labels_of_an_axis_differ_and_do_not_overlap() -> None:
 
 def test_figures_are_beside_the_checkpoints_and_never_in_a_bucket() -> None:
     job = recorded_object("job")
-    assert metrics_path(job).endswith("/metrics.jsonl")
+    assert get_metrics_path(job).endswith("/metrics.jsonl")
     job["spec"]["checkpoint"]["storage"] = {"uri": "s3://bucket/prefix"}
-    assert metrics_path(job) == "/checkpoints/metrics.jsonl"
+    assert get_metrics_path(job) == "/checkpoints/metrics.jsonl"
 
 
 def test_figures_of_a_program_are_read_beside_its_checkpoints() -> None:
     job = recorded_object("job")
     job["spec"]["checkpoint"]["storage"] = {"hostPath": {"path": "/data"}}
     job["spec"]["program"] = {"command": ["a"], "checkpoints": {"path": "/checkpoints/run"}}
-    assert metrics_path(job) == "/checkpoints/run/metrics.jsonl"
+    assert get_metrics_path(job) == "/checkpoints/run/metrics.jsonl"
     assert describe_location(job, "metrics.jsonl") == "/data/run/metrics.jsonl on the nodes"
     del job["spec"]["program"]["checkpoints"]
     snapshot = JobSnapshot(job=job, view=hostile_report().view, members=None, pods=())

@@ -156,7 +156,7 @@ def test_the_kubeconfig_is_reloaded_every_ten_minutes(harness: UiHarness) -> Non
     local = LocalPages(lambda: opened.append(harness.now) or harness.open_api(), "", monotonic=lambda: harness.now)
     for now in (0, 100, 500, 600, 700):
         harness.now = now
-        local.jobs("team")
+        local.render_jobs("team")
     assert opened == [0, 600]
     local.close()
 

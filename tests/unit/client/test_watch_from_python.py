@@ -11,7 +11,7 @@ from rich.live import Live
 from tests.testing.api.recorded_jobs import JOBS, ApiServer
 from tests.testing.page.html_page import Page
 from tests.unit.client.conftest import open_job
-from trainium_client.live import NotebookDisplay, TerminalDisplay, notebook_display
+from trainium_client.live import NotebookDisplay, TerminalDisplay, find_notebook_display
 from trainium_contract.views.curve import CurvePoint
 
 TIMEOUT_SECONDS = 120
@@ -81,7 +81,7 @@ def test_a_notebook_updates_the_output_of_one_cell(server: ApiServer) -> None:
 
 def test_without_a_kernel_there_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    assert notebook_display() is None
+    assert find_notebook_display() is None
 
 
 def test_in_a_real_kernel_each_cell_shows_the_last_state_alone(server: ApiServer) -> None:

@@ -34,5 +34,5 @@ def test_the_device_memory_is_that_of_the_pages_of_the_vendor() -> None:
 
 def test_a_core_that_is_used_singly_has_its_part_of_the_memory() -> None:
     instance = INSTANCES["trn2.48xlarge"]
-    assert (instance.core_memory(), instance.core_memory(1)) == (24 << 30, 12 << 30)
-    assert Instance(devices=1, cores=1, efa=0).core_memory() == 0
+    assert (instance.compute_core_memory(), instance.compute_core_memory(1)) == (24 << 30, 12 << 30)
+    assert Instance(devices=1, cores=1, efa=0).compute_core_memory() == 0

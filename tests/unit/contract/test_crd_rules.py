@@ -10,12 +10,12 @@ import pytest
 
 from tests.cluster.definition.test_refusals import CASES, GOOD, PROGRAM, build_job
 from trainium_contract.definition.cel import RefusalReason
-from trainium_contract.definition.crd import object_schema
+from trainium_contract.definition.crd import build_object_schema
 from trainium_contract.definition.rules import ROOT_RULES
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.trainer.config import TrainerSpec
 
-ROOT = object_schema()
+ROOT = build_object_schema()
 
 
 def rules_of(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -7,9 +7,14 @@ import pytest
 from pydantic import Field
 
 from trainium_contract.base import ContractModel, derived
-from trainium_contract.definition.crd import SchemaError, custom_resource_definition, model_schema, object_schema
+from trainium_contract.definition.crd import (
+    SchemaError,
+    build_custom_resource_definition,
+    build_object_schema,
+    model_schema,
+)
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-from trainium_contract.status.internal import INTERNAL_KEY, internal_fields
+from trainium_contract.status.internal import INTERNAL_KEY, list_internal_fields
 
 
 def nested_schemas(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
@@ -22,7 +27,7 @@ def nested_schemas(schema: dict[str, Any], path: str = "") -> list[tuple[str, di
     return schemas
 
 
-NODES = [(path, node) for path, node in nested_schemas(object_schema()) if not path.startswith(".metadata")]
+NODES = [(path, node) for path, node in nested_schemas(build_object_schema()) if not path.startswith(".metadata")]
 
 
 def with_defaults(schema: dict[str, Any], value: Any) -> Any:
@@ -49,7 +54,7 @@ def contains(stored: Any, expected: Any) -> bool:
 
 
 def spec_schema() -> dict[str, Any]:
-    schema: dict[str, Any] = object_schema()["properties"]["spec"]
+    schema: dict[str, Any] = build_object_schema()["properties"]["spec"]
     return schema
 
 
@@ -143,14 +148,14 @@ def test_a_stored_job_pins_the_trainer_against_later_defaults() -> None:
 
 
 def test_the_scale_subresource_always_finds_a_size() -> None:
-    version = custom_resource_definition()["spec"]["versions"][0]
+    version = build_custom_resource_definition()["spec"]["versions"][0]
     assert version["subresources"]["scale"]["specReplicasPath"] == ".spec.workers.replicas"
     assert with_defaults(spec_schema(), {})["workers"]["replicas"] == 1
 
 
 def test_printer_columns_read_fields_that_exist() -> None:
     paths = {path for path, _ in NODES} | {".metadata.creationTimestamp"}
-    columns = custom_resource_definition()["spec"]["versions"][0]["additionalPrinterColumns"]
+    columns = build_custom_resource_definition()["spec"]["versions"][0]["additionalPrinterColumns"]
     read = [re.sub(r"\[.*\]", "[items]", column["jsonPath"]) for column in columns]
     assert [path for path in read if path not in paths] == []
     assert [column["name"] for column in columns if not column.get("priority")] == [
@@ -159,7 +164,7 @@ def test_printer_columns_read_fields_that_exist() -> None:
 
 
 def test_conditions_are_a_map_by_type_and_other_lists_are_atomic() -> None:
-    status = object_schema()["properties"]["status"]["properties"]
+    status = build_object_schema()["properties"]["status"]["properties"]
     assert status["conditions"]["x-kubernetes-list-type"] == "map"
     assert status["conditions"]["x-kubernetes-list-map-keys"] == ["type"]
     assert status["history"]["x-kubernetes-list-type"] == "atomic"
@@ -171,10 +176,10 @@ def test_an_older_definition_accepts_a_status_value_from_a_newer_operator() -> N
 
 
 def test_every_model_field_is_in_the_schema() -> None:
-    properties = object_schema()["properties"]
+    properties = build_object_schema()["properties"]
     for model, part in ((TrainingJobSpec, "spec"), (TrainingJobStatus, "status")):
         names = {str(field.alias) for field in model.model_fields.values()}
-        expected = names - internal_fields() | {INTERNAL_KEY} if part == "status" else names
+        expected = names - list_internal_fields() | {INTERNAL_KEY} if part == "status" else names
         assert set(properties[part]["properties"]) == expected
 
 

@@ -19,13 +19,13 @@ from trainium_contract.faults.classify import (
     Classification,
     classify_exit,
     classify_exit_code,
-    default_responses,
     find_cause,
     find_eviction,
     get_budget,
     get_cause_row,
+    get_default_responses,
     match_rules,
-    severity,
+    rank_severity,
     suspects_node,
 )
 from trainium_contract.faults.rules import RecoveryRule, RuleAction
@@ -51,9 +51,9 @@ from trainium_operator.plan.diagnose.process_failures import classify_process_fa
 from trainium_operator.plan.faults import failure_budgets
 from trainium_operator.plan.faults.node_signals import (
     PodRequirements,
-    bad_status,
     find_kernel_problem,
     find_node_problems,
+    get_bad_status,
 )
 from trainium_operator.plan.features.dra.claims import find_health_problem, find_taint_problem
 from trainium_operator.plan.model.devices import DeviceTaint
@@ -203,10 +203,10 @@ def problem_text(node: NodeView, demand: PodRequirements | None = None) -> str:
 def cause_rows() -> Iterator[str]:
     recovery = RecoverySpec()
     for cause in (row.cause for row in CAUSES):
-        row, responses = get_cause_row(cause), default_responses(cause)
+        row, responses = get_cause_row(cause), get_default_responses(cause)
         lost = FailureRecord(at=AT, cause=cause, pod="p", node="")
         columns = [
-            f"{severity(cause)} {cause}",
+            f"{rank_severity(cause)} {cause}",
             f"{row.blame} {responses.first.value}, then {responses.repeated.value}",
             f"budget {getattr(get_budget(cause), 'value', 'none')}",
             "suspects its node" * suspects_node(cause),
@@ -302,7 +302,7 @@ def condition_rows() -> Iterator[str]:
             for status in NodeReadiness
         ]
         cause = find_cause(SignKind.CONDITION, kind, example)
-        yield f"{kind} {reason} | {cause} | bad when {bad_status(kind)} | {' | '.join(problems)}"
+        yield f"{kind} {reason} | {cause} | bad when {get_bad_status(kind)} | {' | '.join(problems)}"
     for ready in NodeReadiness:
         yield f"Ready is {ready} | {problem_text(NodeView(name='n', ready=ready, unready_since=AT))}"
 

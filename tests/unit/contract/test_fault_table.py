@@ -8,10 +8,10 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Blame, Budget, Cause
 from trainium_contract.faults.classify import (
     classify_sign,
-    default_responses,
     get_budget,
     get_cause_row,
-    severity,
+    get_default_responses,
+    rank_severity,
     suspects_node,
 )
 from trainium_contract.faults.node_polarity import POLARITIES
@@ -23,7 +23,7 @@ def test_every_cause_has_one_row() -> None:
     assert [row.cause for row in CAUSES] == list(dict.fromkeys(row.cause for row in CAUSES))
     assert {row.cause for row in CAUSES} == set(Cause)
     assert set(RESPONSES) == set(Cause)
-    assert sorted(severity(cause) for cause in Cause) == list(range(len(Cause)))
+    assert sorted(rank_severity(cause) for cause in Cause) == list(range(len(Cause)))
 
 
 @pytest.mark.parametrize("cause", Cause)
@@ -37,7 +37,7 @@ def test_blame_budget_and_suspicion_of_a_cause_agree(cause: Cause) -> None:
     if cause in NO_FAULT_CAUSES:
         assert get_budget(cause) is None
         assert not suspects_node(cause)
-    if default_responses(cause).repeated is Response.REPLACE_NODE:
+    if get_default_responses(cause).repeated is Response.REPLACE_NODE:
         assert suspects_node(cause)
 
 
@@ -71,9 +71,14 @@ def test_every_condition_has_a_polarity() -> None:
 
 
 def test_a_lost_peer_is_the_least_specific_cause_and_a_users_error_the_most() -> None:
-    assert severity(Cause.PEER_LOST) == len(Cause) - 1
-    assert severity(Cause.USER_ERROR) == 0
-    assert severity(Cause.DEVICE) < severity(Cause.CRASH) < severity(Cause.NODE_LOST) < severity(Cause.POD_LOST)
+    assert rank_severity(Cause.PEER_LOST) == len(Cause) - 1
+    assert rank_severity(Cause.USER_ERROR) == 0
+    assert (
+        rank_severity(Cause.DEVICE)
+        < rank_severity(Cause.CRASH)
+        < rank_severity(Cause.NODE_LOST)
+        < rank_severity(Cause.POD_LOST)
+    )
 
 
 def test_only_exit_codes_of_requested_ends_are_no_fault() -> None:

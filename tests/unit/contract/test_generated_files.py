@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from scripts import generate
-from trainium_contract.definition.crd import custom_resource_definition
+from trainium_contract.definition.crd import build_custom_resource_definition
 
 ROOT = Path(__file__).parents[3]
 
@@ -20,7 +20,7 @@ def test_generated_files_are_current() -> None:
 def test_the_plain_install_has_the_same_definition() -> None:
     documents = yaml.load_all((ROOT / generate.INSTALL).read_text(encoding="utf-8"), yaml.CSafeLoader)
     (definition,) = [document for document in documents if document and document["kind"] == "CustomResourceDefinition"]
-    assert definition["spec"] == custom_resource_definition()["spec"], "run `make generate`"
+    assert definition["spec"] == build_custom_resource_definition()["spec"], "run `make generate`"
 
 
 def test_check_names_the_stale_file_and_fails(

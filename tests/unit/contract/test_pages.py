@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.testing.page.html_page import Page
-from trainium_contract.pages.html import FILE_POLICY, STYLE, csp_digest
-from trainium_contract.pages.jobs_page import MAX_JOBS, JobRow, live_jobs_html, namespace_form_html
+from trainium_contract.pages.html import FILE_POLICY, STYLE, compute_csp_digest
+from trainium_contract.pages.jobs_page import MAX_JOBS, JobRow, render_live_jobs, render_namespace_form
 from trainium_contract.pages.live import HEADERS, LIVE_SCRIPT
-from trainium_contract.pages.node_map import node_map_html
+from trainium_contract.pages.node_map import render_node_map
 from trainium_contract.pages.svg import BAD, GOOD, OTHER, WAITING
 from trainium_contract.views.curve import LiveCurve
 from trainium_contract.views.interruptions import InterruptionView
@@ -21,7 +21,7 @@ HOSTILE = '"><script>alert(1)</script>'
 def test_running_jobs_come_first_and_omitted_jobs_are_counted() -> None:
     rows = [JobRow("a", f"job-{number:04}", phase="Completed") for number in range(MAX_JOBS)]
     rows += [JobRow("z", "alive", phase="Running", step=5, total_steps=10)]
-    page = Page(live_jobs_html(rows, 0.0, where="all namespaces", root="/ui"))
+    page = Page(render_live_jobs(rows, 0.0, where="all namespaces", root="/ui"))
     links = [value for name, value in page.attributes if name == "href"]
     assert links[0] == "/ui/z/alive"
     assert len(links) == MAX_JOBS
@@ -31,10 +31,10 @@ def test_running_jobs_come_first_and_omitted_jobs_are_counted() -> None:
 
 def test_list_and_form_escape_user_text() -> None:
     row = JobRow(HOSTILE, HOSTILE, phase=HOSTILE, note=HOSTILE)
-    listed = Page(live_jobs_html([row], 0.0, where=HOSTILE, root="/ui"))
+    listed = Page(render_live_jobs([row], 0.0, where=HOSTILE, root="/ui"))
     assert listed.tags.count("script") == 1
     assert listed.text.count("alert(1)") == 6, "title, heading and four cells"
-    form = Page(namespace_form_html(HOSTILE, "/ui"))
+    form = Page(render_namespace_form(HOSTILE, "/ui"))
     assert "script" not in form.tags
     assert form.open == []
 
@@ -42,10 +42,10 @@ def test_list_and_form_escape_user_text() -> None:
 def test_the_content_security_policy_allows_only_the_style_and_script_of_the_page() -> None:
     policy = HEADERS["Content-Security-Policy"]
     assert policy.startswith("default-src 'none';")
-    assert csp_digest(STYLE) in policy
-    assert csp_digest(LIVE_SCRIPT) in policy
-    assert f"default-src 'none'; style-src {csp_digest(STYLE)}" == FILE_POLICY
-    text = live_jobs_html([], 0.0, where="x", root="/ui")
+    assert compute_csp_digest(STYLE) in policy
+    assert compute_csp_digest(LIVE_SCRIPT) in policy
+    assert f"default-src 'none'; style-src {compute_csp_digest(STYLE)}" == FILE_POLICY
+    text = render_live_jobs([], 0.0, where="x", root="/ui")
     assert re.findall(r"<script>(.*?)</script>", text, re.DOTALL) == [LIVE_SCRIPT]
     assert " style=" not in text
 
@@ -78,7 +78,7 @@ def test_the_node_map_shows_workers_and_interruptions_of_each_node() -> None:
     interruptions = [
         interruption_view(*fields) for fields in (("Crash", "node-2"), ("Crash", "node-2"), ("NodeLost", "node-1"))
     ]
-    page = node_map_html(pods, interruptions, {"j-w-0": "0 to 3"}, 10)
+    page = render_node_map(pods, interruptions, {"j-w-0": "0 to 3"}, 10)
 
     titles = re.findall(r'class="c(\d+)"><title>(.*?)</title>', page)
     assert titles == [
@@ -88,11 +88,11 @@ def test_the_node_map_shows_workers_and_interruptions_of_each_node() -> None:
         (str(OTHER), "node-30; j-w-3 Error"),
     ]
     assert "4 nodes that the job has or had" in page
-    assert "3 more are not shown" in node_map_html(pods, interruptions, {}, 1)
-    assert node_map_html([], [], {}, 10) == ""
+    assert "3 more are not shown" in render_node_map(pods, interruptions, {}, 1)
+    assert render_node_map([], [], {}, 10) == ""
 
 
 def test_the_node_map_escapes_names() -> None:
-    page = Page(node_map_html([PodRow(HOSTILE, HOSTILE, HOSTILE)], [interruption_view(HOSTILE, HOSTILE)], {}, 9))
+    page = Page(render_node_map([PodRow(HOSTILE, HOSTILE, HOSTILE)], [interruption_view(HOSTILE, HOSTILE)], {}, 9))
     assert "script" not in page.tags
     assert page.open == []

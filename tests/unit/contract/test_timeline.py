@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from tests.testing.api.recorded_jobs import NOW, recorded_object
 from tests.testing.page.html_page import Page
-from trainium_contract.pages.job_page import JobReport, live_job_html, report_html
+from trainium_contract.pages.job_page import JobReport, render_live_job, report_html
 from trainium_contract.pages.svg import Span, draw_timeline, time_ticks
 from trainium_contract.status import ledger
 from trainium_contract.views.interruptions import STAGES, InterruptionView, read_interruptions
 from trainium_contract.views.job import build_job_view
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.status_reader import read_public_status
 from trainium_contract.views.timeline import MAX_ROWS, MIN_ROWS, Timeline, WorkerState, build_timeline
 from trainium_contract.views.workers import MemberRow, Members, PodRow, count_workers, parse_pod_table
 
 BEGIN, END = 1_000.0, 11_000.0
-ENTRY = read_interruptions(public_status(recorded_object("job")))[0]
+ENTRY = read_interruptions(read_public_status(recorded_object("job")))[0]
 
 
 def entry(
@@ -153,14 +153,14 @@ def test_a_page_shows_each_workers_states_and_what_is_not_recorded() -> None:
     job, pods = recorded_object("job"), parse_pod_table(recorded_object("pods"), NOW)
     current_members = Members(2, 1, (MemberRow(0, "llama-w-0", "node-2"), MemberRow(1, "llama-w-2", "node-1")))
     view = build_job_view(job, now=NOW, workers=count_workers(pods, current_members))
-    report = JobReport(view, read_interruptions(public_status(job)), current_members, None, (), (), pods)
+    report = JobReport(view, read_interruptions(read_public_status(job)), current_members, None, (), (), pods)
     page = Page(report_html(report, NOW))
     assert page.open == []
     for text in ("Who was what when", "llama-w-1: member of generation 1", "llama-w-2 on node-1: ranks 1",
                   "are not recorded", "Nov 23 02:07"):  # fmt: skip
         assert text in page.text
-    later = live_job_html(report, NOW)
-    assert later == live_job_html(report, NOW), "equal data is an equal page"
+    later = render_live_job(report, NOW)
+    assert later == render_live_job(report, NOW), "equal data is an equal page"
 
 
 @pytest.mark.parametrize(

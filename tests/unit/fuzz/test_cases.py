@@ -11,7 +11,7 @@ from tests.testing.fuzz.runner import TARGETS
 from tests.testing.fuzz.schemas import edge_values, example
 from tests.testing.fuzz.spec_target import SpecTarget
 from tests.testing.suite.any_json import LARGEST, SLOW_ALLOWED, as_stored, collect_values, mutated_values
-from trainium_contract.definition.crd import object_schema
+from trainium_contract.definition.crd import build_object_schema
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.spec.roles import OTHER_NAMES
 from trainium_contract.status.internal import pack_internal
@@ -46,9 +46,9 @@ def test_a_seed_has_every_field_of_the_definition() -> None:
     status = example(TrainingJobStatus.model_json_schema(by_alias=True))
     stored = pack_internal(TrainingJobStatus.model_validate(status))
     without_value = {"checkpoint", "compiled"}  # all that the example gives them is empty
-    assert stored.keys() | without_value == object_schema()["properties"]["status"]["properties"].keys()
+    assert stored.keys() | without_value == build_object_schema()["properties"]["status"]["properties"].keys()
     left_out = {"path", "weights", "s3", "persistentVolumeClaim", "managedBy", "adapter", "program", "roles"}
-    sections = object_schema()["properties"]["spec"]["properties"]
+    sections = build_object_schema()["properties"]["spec"]["properties"]
     assert sections.keys() - full.keys() <= left_out
     assert sections["trainer"]["properties"].keys() == full["trainer"].keys()
     (program_job,) = [case["spec"] for case in SpecTarget().seeds() if "program" in case.get("spec", {})]
@@ -58,6 +58,6 @@ def test_a_seed_has_every_field_of_the_definition() -> None:
 
 
 def test_the_edges_of_a_field_are_its_bounds_and_enum_values() -> None:
-    values = edge_values(object_schema()["properties"]["spec"])
+    values = edge_values(build_object_schema()["properties"]["spec"])
     assert {0, 1, 10_000, 10_001} <= {value for value in values["minReplicas"] if isinstance(value, int)}
     assert {"Auto", "Native", "Coscheduling", "None"} <= {value for value in values["gang"] if isinstance(value, str)}

@@ -85,9 +85,9 @@ def test_unusable_values_are_refused_with_a_sentence(
 
 
 def test_worker_ingress_comes_from_flags_and_the_operator_namespace() -> None:
-    assert parse_settings(["--operator-labels=a=b"]).worker_ingress("system") is None
+    assert parse_settings(["--operator-labels=a=b"]).build_worker_ingress("system") is None
     on = ["--job-network-policy=true", "--operator-labels=x.io/a=b,c=d", '--job-ingress=[{"ports": [{"port": 1}]}]']
-    ingress = parse_settings(on).worker_ingress("system")
+    ingress = parse_settings(on).build_worker_ingress("system")
     assert ingress is not None
     assert (ingress.operator_namespace, ingress.operator_labels) == ("system", {"x.io/a": "b", "c": "d"})
     assert ingress.rules == ({"ports": [{"port": 1}]},)

@@ -13,7 +13,7 @@ from trainium_contract.faults.classify import get_budget
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Interruption, RecoveryResponse
-from trainium_operator.cluster.cache.views import pod_view
+from trainium_operator.cluster.cache.views import parse_worker_pod
 from trainium_operator.plan.model import actions, devices, names, observed
 from trainium_operator.plan.plan import plan
 from trainium_operator.plan.view.size import SizeDecision, decide_size
@@ -214,7 +214,7 @@ class FakeCluster(FaultyDataPlane):
         assert name not in self.names_used, f"{name} is used twice"
         self.names_used.add(name)
         self.uids += 1
-        view = pod_view({**manifest, "metadata": {**manifest["metadata"], "uid": f"uid-{self.uids}"}})
+        view = parse_worker_pod({**manifest, "metadata": {**manifest["metadata"], "uid": f"uid-{self.uids}"}})
         self.pods[name] = Pod(replace(view, created=self.now), manifest, self.now)
 
     def _delete(self, name: str, uid: str, grace: int | None) -> None:

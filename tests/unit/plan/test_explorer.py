@@ -84,7 +84,9 @@ def find_mutation(depth: int, transitions: tuple[Transition, ...], model: str = 
 
 
 def test_a_generation_number_that_is_used_twice_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "next_generation", lambda facts: max(1, facts.job.status.membership.generation))
+    monkeypatch.setattr(
+        generation, "compute_next_generation", lambda facts: max(1, facts.job.status.membership.generation)
+    )
     violation = find_mutation(2, (*FAULTS, *TIME)).violation
     assert violation is not None
     assert len(violation.history) == 1
@@ -96,7 +98,7 @@ def test_a_restart_counted_repeatedly_is_found(monkeypatch: pytest.MonkeyPatch) 
 
     def record_without_attempt(facts: Any, status: Any, *, lost_uids: Any) -> Any:
         result = record_restarts(facts, status, lost_uids=lost_uids)
-        return result.with_status(result.status.replaced(membership=status.membership))
+        return result.replace_status(result.status.replaced(membership=status.membership))
 
     monkeypatch.setattr(in_place_restarts, "record_restarts", record_without_attempt)
     violation = find_mutation(1, FAULTS).violation
@@ -113,7 +115,7 @@ def test_a_lost_pod_blamed_on_the_program_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_rigid_job_that_shrinks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SizeDecision, "legal_at_most", lambda _self, nodes: nodes)
+    monkeypatch.setattr(SizeDecision, "find_legal_size", lambda _self, nodes: nodes)
     start = trains(nodes=2)  # none is left for a replacement
     lost = [transition for transition in FAULTS if transition.name == "the node of the last rank is lost"]
     violation = Explorer((*lost, *TIME)).run([start], 3).violation

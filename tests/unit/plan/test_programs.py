@@ -126,29 +126,29 @@ def test_a_changed_program_changes_the_template_hash_and_keeps_the_agent_image()
 def test_without_a_batch_every_size_of_whole_groups_is_legal() -> None:
     decision = decide_size(build.program_spec(workers={"replicas": 7, "minReplicas": 1}))
     assert (decision.desired, decision.floor, decision.reserve) == (7, 1, 0)
-    assert [decision.legal_at_most(nodes) for nodes in (1, 4, 5, 6)] == [1, 4, 5, 6]
+    assert [decision.find_legal_size(nodes) for nodes in (1, 4, 5, 6)] == [1, 4, 5, 6]
     assert decision.message == (
         "7 nodes: program.batch is not given, so the batch changes with the size unless the trainer is elastic"
     )
     grouped = decide_size(build.program_spec(workers={"replicas": 7, "minReplicas": 1}, parallelism={"tensor": 2}))
     assert (grouped.desired, grouped.reason) == (6, Reason.FLOORED)
-    assert decision.speed(3) == pytest.approx(3 / 7)
+    assert decision.compute_speed(3) == pytest.approx(3 / 7)
 
 
 def test_with_a_batch_only_sizes_that_divide_it_are_legal() -> None:
     spec = build.program_spec(workers={"replicas": 7, "minReplicas": 1}, program={"batch": {"globalSize": 24}})
     decision = decide_size(spec)
     assert (decision.desired, decision.reason) == (6, Reason.FLOORED)
-    assert [decision.legal_at_most(nodes) for nodes in (1, 2, 3, 4, 5)] == [1, 2, 3, 4, 4]
-    assert [decision.micro_batches(nodes) for nodes in (1, 4, 6)] == [24, 6, 4]
+    assert [decision.find_legal_size(nodes) for nodes in (1, 2, 3, 4, 5)] == [1, 2, 3, 4, 4]
+    assert [decision.count_micro_batches(nodes) for nodes in (1, 4, 6)] == [24, 6, 4]
 
 
 def test_a_process_with_all_cores_counts_as_all_of_them() -> None:
     workers = {"replicas": 2, "accelerator": {"instanceType": "trn2.48xlarge"}}
     single = build.program_spec(workers=workers, program={"processesPerNode": 1}, parallelism={"tensor": 64})
-    assert (decide_size(single).data_parallel(2), single.workload.processes_per_node) == (2, 1)
+    assert (decide_size(single).compute_data_parallel(2), single.workload.processes_per_node) == (2, 1)
     several = build.program_spec(workers={"replicas": 2}, program={"processesPerNode": 4}, parallelism={"tensor": 4})
-    assert decide_size(several).data_parallel(2) == 2
+    assert decide_size(several).compute_data_parallel(2) == 2
 
 
 def test_a_program_that_cannot_be_resized_waits_at_its_size() -> None:

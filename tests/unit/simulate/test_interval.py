@@ -10,9 +10,9 @@ from tests.unit.simulate.simulate_builders import HOUR, FaultClass, fault, simul
 from trainium_simulator.interval import (
     Rollbacks,
     compute_optimal_interval,
-    configured_interval,
     estimate_loss,
     estimate_usual_losses,
+    find_configured_interval,
 )
 from trainium_simulator.stages import StageTimes
 
@@ -51,7 +51,7 @@ def test_an_interval_shorter_than_a_save_is_not_offered() -> None:
 def test_the_shorter_of_seconds_and_steps_is_the_present_interval() -> None:
     stages = StageTimes(step_seconds=2.0)
     durable = {"everySeconds": 300, "everySteps": 100}
-    assert configured_interval(spec(checkpoint={"durable": durable}), stages) == 200.0
+    assert find_configured_interval(spec(checkpoint={"durable": durable}), stages) == 200.0
 
 
 def test_a_lost_node_is_a_rollback_only_where_its_state_was_held_nowhere_else() -> None:

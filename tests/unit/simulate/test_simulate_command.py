@@ -251,7 +251,7 @@ def test_publication_leaving_and_first_steps_are_learned_from_differences(tmp_pa
     )
 
     assert (learnt.first_step_seconds, learnt.newcomer_step_seconds) == (0.25, 0.5)
-    assert learnt.publication_seconds(4) == 0.5
+    assert learnt.estimate_publication_seconds(4) == 0.5
     # 1 s of restart, 0.5 s of publication and half a step of 2 s are no leaving.
     assert learnt.leave_seconds == 1.5
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.testing.suite.processes import has_ended
 from tests.wire.agent.agent_job import AgentJob
-from trainium_contract.worker_process.process_tree import descendants
+from trainium_contract.worker_process.process_tree import list_descendants
 
 pytestmark = pytest.mark.timeout(180)  # processes that import torch again
 
@@ -31,7 +31,7 @@ def start_with_spare(job: AgentJob, sizes: str) -> Path:
 def compilers(job: AgentJob) -> list[int]:
     """Return the pids of the compiling processes of the spare."""
     pids = []
-    for pid in descendants(job.agents["spare"].pid):
+    for pid in list_descendants(job.agents["spare"].pid):
         with contextlib.suppress(OSError):
             if b"precompile" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 pids.append(pid)

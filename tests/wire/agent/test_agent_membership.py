@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.testing.suite.processes import has_ended
 from tests.wire.agent.agent_job import AgentJob
 from trainium_contract.wire.messages import Transition
-from trainium_contract.worker_process.process_tree import descendants
+from trainium_contract.worker_process.process_tree import list_descendants
 
 
 async def test_a_generation_starts_each_rank_on_its_node(job: AgentJob) -> None:
@@ -154,7 +154,7 @@ async def test_an_agent_that_finished_twice_waits_for_the_second_acknowledgement
 
 async def test_sigterm_saves_and_ends_all_processes(job: AgentJob) -> None:
     await job.train("a", "b")
-    children = descendants(job.agents["a"].pid)
+    children = list_descendants(job.agents["a"].pid)
     assert len(children) == 3, "the standby, the store of the ranks and a rank"
     job.agents["a"].signal(signal.SIGTERM)
     await job.until_ended("a")
@@ -171,7 +171,7 @@ async def test_sigterm_saves_and_ends_all_processes(job: AgentJob) -> None:
 async def test_sigterm_to_a_spare_ends_it_at_once(job: AgentJob) -> None:
     job.start("a")
     await job.until_ready("a")
-    children = descendants(job.agents["a"].pid)
+    children = list_descendants(job.agents["a"].pid)
     job.agents["a"].signal(signal.SIGTERM)
     await job.until_ended("a")
     assert job.agents["a"].code == 75, "it has not finished"

@@ -15,7 +15,7 @@ from tests.testing.suite.processes import has_ended
 from tests.wire.agent.agent_job import HERE, AgentJob
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.messages import RoleEndpoints, Transition
-from trainium_contract.worker_process.process_tree import children
+from trainium_contract.worker_process.process_tree import list_children
 
 DDP = str(HERE / "fakes" / "program_ddp.py")
 PATTERN = r"step: *(?P<step>\d+) loss: *(?P<loss>\S+)"
@@ -353,7 +353,7 @@ async def test_a_killed_standby_of_a_program_is_replaced(job: AgentJob) -> None:
     pids = job.folder / "pids"
     await job.until(lambda: pids.exists() and pids.read_text(), "the program runs")
     first = int(pids.read_text())
-    for child in children(job.agents["a"].pid):
+    for child in list_children(job.agents["a"].pid):
         if child != first:
             os.kill(child, signal.SIGKILL)
     await job.until(lambda: "starting another" in job.agents["a"].log, "another one")

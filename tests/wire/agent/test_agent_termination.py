@@ -14,7 +14,7 @@ from tests.wire.agent.agent_job import AgentJob
 from tests.wire.agent.test_agent_program import program_environment, start_generation
 from trainium_contract.wire.last_report import parse_last_report
 from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
-from trainium_contract.worker_process.process_tree import descendants
+from trainium_contract.worker_process.process_tree import list_descendants
 
 PROGRAM = """
 import os, signal, sys, time
@@ -65,7 +65,7 @@ async def test_a_signal_to_every_process_of_a_pod_finishes_nothing(job: AgentJob
     """So systemd stops a container when the node shuts down; the ranks may end first, with 0."""
     await start_generation(job, "a", **program(PROGRAM, ending))
     await job.until(lambda: "up" in job.agents["a"].log, "the program runs")
-    children = descendants(job.agents["a"].pid)
+    children = list_descendants(job.agents["a"].pid)
     for child in children:
         os.kill(child, signal.SIGTERM)
     await job.until(lambda: all(map(has_ended, children)), "the ranks have ended")

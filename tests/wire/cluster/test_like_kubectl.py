@@ -294,7 +294,7 @@ async def request_once(access: files.Access) -> None:
 
 async def request_with_kopf(access: files.Access) -> None:
     client = HttpClient(access, user_agent="test")
-    session = handlers._build_session(client, await client.headers()).aiohttp_session
+    session = handlers._build_session(client, await client.build_headers()).aiohttp_session
     try:
         await session.get(f"{access.server}/version", timeout=aiohttp.ClientTimeout(5))
     finally:
@@ -311,4 +311,4 @@ def pod_access(folder: Path, url: str, environment: dict[str, str], monkeypatch:
     monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(folder / "ca.crt"))
     host, _, port = url.removeprefix("https://").rpartition(":") if url.count(":") > 1 else (url[8:], "", "443")
     service = {"KUBERNETES_SERVICE_HOST": host.strip("[]"), "KUBERNETES_SERVICE_PORT": port}
-    return files.pod_access({**environment, **service})
+    return files.read_pod_access({**environment, **service})

@@ -98,9 +98,9 @@ async def test_a_response_that_is_not_json_is_an_error_with_its_status() -> None
 
 @in_virtual_time
 async def test_paths_and_bodies_are_those_of_the_kubernetes_api() -> None:
-    assert JOBS.path() == "/apis/trainium.dev/v1alpha1/trainingjobs"
-    assert JOBS.path("ns", "a", "status") == "/apis/trainium.dev/v1alpha1/namespaces/ns/trainingjobs/a/status"
-    assert PODS.path("ns", "a") == "/api/v1/namespaces/ns/pods/a"
+    assert JOBS.build_path() == "/apis/trainium.dev/v1alpha1/trainingjobs"
+    assert JOBS.build_path("ns", "a", "status") == "/apis/trainium.dev/v1alpha1/namespaces/ns/trainingjobs/a/status"
+    assert PODS.build_path("ns", "a") == "/api/v1/namespaces/ns/pods/a"
     assert LEASES.api_version == "coordination.k8s.io/v1"
 
     cluster = FakeCluster()

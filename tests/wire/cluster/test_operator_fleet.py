@@ -50,9 +50,9 @@ class FleetReplica:
 
     async def start(self, *, leading: bool = True) -> None:
         await self.caches.jobs.refresh()
-        self._tasks = [asyncio.create_task(reflector.run()) for reflector in self.caches.reflectors()]
+        self._tasks = [asyncio.create_task(reflector.run()) for reflector in self.caches.list_reflectors()]
         self._tasks += [asyncio.create_task(self._watch_jobs()), asyncio.create_task(self.fleet.run())]
-        await self.caches.synced()
+        await self.caches.wait_until_synced()
         if leading:
             await self.fleet.prime()
             self.leading.set()
@@ -308,7 +308,7 @@ async def test_a_plan_sees_bad_nodes_and_the_freeze_together() -> None:
         await asyncio.sleep(1)
         frozen: list[str] = []
         assert replica.caches.nodes is not None
-        replica.caches.nodes.store.listen(lambda *_: frozen.append(replica.fleet.current().frozen[:13]))
+        replica.caches.nodes.store.listen(lambda *_: frozen.append(replica.fleet.get_current_view().frozen[:13]))
         for number in range(4):
             cluster.change(NODES, "", f"node-{number}", set_condition("NeuronHealth", "True"))
         await until(lambda: len(frozen) == 4, 0.1, "events of the nodes")
@@ -362,7 +362,7 @@ async def test_nodes_observed_during_a_write_are_kept() -> None:
                 written = await api.replace(*arguments)
                 for number in range(4, 8):
                     cluster.change(NODES, "", f"node-{number}", set_condition("Ready", "False"))
-                await until(lambda: replica.fleet.current().frozen, 1, "too many bad nodes")
+                await until(lambda: replica.fleet.get_current_view().frozen, 1, "too many bad nodes")
                 has_frozen.set()
                 return written
 
@@ -370,5 +370,5 @@ async def test_nodes_observed_during_a_write_are_kept() -> None:
         report_failure(cluster, "node-3")
         await until(has_frozen.is_set, 2, "the write of the memory")
         for _ in range(50):
-            assert replica.fleet.current().frozen
+            assert replica.fleet.get_current_view().frozen
             await asyncio.sleep(0.005)

@@ -43,7 +43,7 @@ def owner_reference(cluster: FakeCluster, **changes: Any) -> dict[str, Any]:
 def worker_pod(name: str, namespace: str, reference: dict[str, Any], label: str = "llama") -> dict[str, Any]:
     """Return a pod that has ended with the trainer's exit code for a user's error."""
     ended = {"name": "worker", "state": {"terminated": {"exitCode": 64, "reason": "Error", "message": "mine"}}}
-    labels = {**names.selector_labels(label)}
+    labels = {**names.build_selector_labels(label)}
     return {
         "metadata": {"name": name, "namespace": namespace, "labels": labels, "ownerReferences": [reference]},
         "spec": {"nodeName": "node-0", "containers": [{"name": "worker"}]},
@@ -187,7 +187,7 @@ async def test_a_compression_bomb_in_a_record_is_not_unpacked(namespace: str) ->
         metadata = {
             "name": "llama-membership",
             "namespace": namespace,
-            "labels": names.object_labels("llama", "membership"),
+            "labels": names.build_object_labels("llama", "membership"),
             "ownerReferences": [owner_reference(cluster)],
         }
         tracemalloc.start()
@@ -202,7 +202,7 @@ async def test_a_compression_bomb_in_a_record_is_not_unpacked(namespace: str) ->
         assert most < 64 * 2**20
         assert workers.step >= step + 15
         assert cluster.get(JOBS, "default", "llama")["status"]["phase"] == "Running"
-        assert process.runtime.live_problem() == ""
+        assert process.runtime.find_live_problem() == ""
 
 
 SETTINGS = Settings(job_network_policy=True, operator_labels="app=operator")
@@ -243,7 +243,7 @@ async def test_objects_that_an_orphaning_deletion_left_become_those_of_the_next_
 @in_virtual_time
 async def test_an_object_that_is_not_provably_of_an_earlier_job_is_left_alone(change: dict[str, Any]) -> None:
     scenario = Scenario(nodes=3)
-    labels, annotations = names.object_labels("llama", "configuration"), {names.ANNOTATION_JOB_UID: "earlier"}
+    labels, annotations = names.build_object_labels("llama", "configuration"), {names.ANNOTATION_JOB_UID: "earlier"}
     metadata = {"name": "llama-config", "labels": labels, "annotations": annotations, **change}
     left = scenario.cluster.add(CONFIG_MAPS, {"metadata": metadata, "data": {"mine": "x"}})
     scenario.cluster.add(JOBS, training_job("llama"))

@@ -19,7 +19,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import HeartbeatRequest, Membership
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, PODS
 from trainium_operator.cluster.cache.lenient import read_spec
-from trainium_operator.cluster.execute.undeclared_fields import FOR_SECONDS, UndeclaredFields, places_in
+from trainium_operator.cluster.execute.undeclared_fields import FOR_SECONDS, UndeclaredFields, find_places
 from trainium_operator.coordinator.messages import read_message
 
 NEWER: dict[str, dict[str, Any]] = {
@@ -99,19 +99,19 @@ def test_only_undeclared_fields_are_left_out_of_a_status() -> None:
         '  .status.conditions[type="Ready"].since: field not declared in schema\n'
         "  .status.zzz: field not declared in schema"
     )
-    assert places_in(f"{prefix}.status.gang.group: field not declared in schema") == {("gang", "group")}
-    assert places_in(message) == {("history", "responseV9"), ("conditions", "since"), ("zzz",)}
-    assert places_in(f"{prefix}.spec.x: field not declared in schema") == frozenset()
+    assert find_places(f"{prefix}.status.gang.group: field not declared in schema") == {("gang", "group")}
+    assert find_places(message) == {("history", "responseV9"), ("conditions", "since"), ("zzz",)}
+    assert find_places(f"{prefix}.spec.x: field not declared in schema") == frozenset()
     now = [0.0]
     undeclared = UndeclaredFields(lambda: now[0])
     status = {"history": [{"responseV9": 1, "at": 2}, {"at": 3}], "zzz": {"a": 1}, "gang": {}, "phase": "Running"}
-    assert undeclared.without(status) == status
+    assert undeclared.drop_from(status) == status
     assert undeclared.learn(UndeclaredFieldError(message))
     known = {"history": [{"at": 2}, {"at": 3}], "gang": {}, "phase": "Running"}
-    assert undeclared.without(status) == known
+    assert undeclared.drop_from(status) == known
     assert not undeclared.learn(UndeclaredFieldError(message)), "a retry would fail again"
     now[0] = FOR_SECONDS
-    assert undeclared.without(status) == status, "the definition may be newer now"
+    assert undeclared.drop_from(status) == status, "the definition may be newer now"
     assert undeclared.learn(UndeclaredFieldError(message))
 
 

@@ -65,7 +65,7 @@ def count_ready(env: OperatorDeployment) -> int:
 def served_addresses(env: OperatorDeployment) -> tuple[str, ...]:
     uid = env.cluster.get(JOBS, "default", "llama")["metadata"]["uid"]
     (process,) = [each for each in env.processes.values() if each.runtime.leading.is_set()]
-    endpoints = process.runtime.state.endpoints(JobId("default", "llama", uid))
+    endpoints = process.runtime.state.get_endpoints(JobId("default", "llama", uid))
     return () if endpoints is None else endpoints.addresses["rollout"]
 
 

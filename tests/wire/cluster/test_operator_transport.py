@@ -64,7 +64,7 @@ async def test_a_token_file_is_reloaded_after_its_age_limit(tmp_path: Path) -> N
     token.write_text("first\n")
     async with run_http_server(echo) as server:
         client = await connect(write_kubeconfig(tmp_path, server, token="other", tokenFile="token"))
-        separate = client.with_separate_pool(1)
+        separate = client.open_separate_pool(1)
         received = [await read_token(client)]
         token.write_text("second")
         received += [await read_token(client), await read_token(separate)]
@@ -95,9 +95,9 @@ async def test_a_pod_uses_its_service_account_and_reloads_the_token(
         (tmp_path / name).write_text(content)
     client = await connect(None)
     assert (client.access.server, client.namespace) == ("https://10.0.0.1:443", "team")
-    assert (await client.headers())["Authorization"] == "bearer t"
+    assert (await client.build_headers())["Authorization"] == "bearer t"
     (tmp_path / "token").write_text("renewed")
-    assert (await client.headers())["Authorization"] == "bearer renewed"
+    assert (await client.build_headers())["Authorization"] == "bearer renewed"
     await client.close()
 
 

@@ -44,7 +44,7 @@ async def coordinator() -> AsyncIterator[CoordinatorFixture]:
 
 
 def agent(coordinator: CoordinatorFixture) -> AgentView:
-    return coordinator.state.agents(LLAMA)["uid-w-0"]
+    return coordinator.state.list_agents(LLAMA)["uid-w-0"]
 
 
 def heartbeat(**changes: Any) -> dict[str, Any]:
@@ -165,7 +165,7 @@ async def test_repeated_messages_keep_one_agent(coordinator: CoordinatorFixture)
     for step in range(300):
         assert (await coordinator.send(FrameKind.HEARTBEAT, heartbeat(progress={"step": step})))[0] == 200
         assert (await coordinator.send(FrameKind.REGISTER, register()))[0] == 200
-    assert coordinator.state.agent_count() == 1
+    assert coordinator.state.count_agents() == 1
 
 
 @SLOW_ALLOWED

@@ -30,7 +30,7 @@ async def test_a_registration_returns_the_current_membership(coordinator: Coordi
     assert coordinator.notifications == [("team", "llama", True)]
     await coordinator.send(FrameKind.REGISTER, register())
     assert len(coordinator.notifications) == 1  # an equal registration notifies nobody
-    agent = coordinator.state.agents(LLAMA)["uid-w-0"]
+    agent = coordinator.state.list_agents(LLAMA)["uid-w-0"]
     assert agent.registration.rendezvous_port == 29500
 
 
@@ -53,7 +53,7 @@ async def test_only_important_heartbeats_notify_at_once(coordinator: Coordinator
     assert coordinator.notifications.pop() == ("team", "llama", True)
     await coordinator.send(FrameKind.HEARTBEAT, step(3, attempt=1, phase="Loading"))
     assert coordinator.notifications.pop() == ("team", "llama", True)  # the first new step ends an interruption
-    agent = coordinator.state.agents(LLAMA)["uid-w-0"]
+    agent = coordinator.state.list_agents(LLAMA)["uid-w-0"]
     assert agent.heartbeat is not None
     assert agent.heartbeat.attempt == 1
     assert agent.progressed_at is not None
@@ -78,7 +78,7 @@ async def test_a_registration_waits_for_a_pending_leader(coordinator: Coordinato
     coordinator.leading = True
     coordinator.serving_event.set()
     assert (await waiting)[0] == 200
-    assert coordinator.state.agent_count() == 1
+    assert coordinator.state.count_agents() == 1
 
 
 async def test_a_registration_waits_no_longer_than_its_limit(

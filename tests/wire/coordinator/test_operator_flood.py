@@ -133,7 +133,7 @@ async def run_coordinator(folder: Path) -> AsyncIterator[LeadingCoordinator]:
     coordinator.api = RecordingApiServer()
     await coordinator.api.start()
     transport = await connect(str(coordinator.api.kubeconfig(folder)))
-    lease_transport = transport.with_separate_pool(LEASE_CONNECTIONS)
+    lease_transport = transport.open_separate_pool(LEASE_CONNECTIONS)
     # Servers and the 300 clients share one processor here, so the Lease has more time than by default.
     times = LeaseTimes.of(duration=15.0, renew_deadline=10.0, retry=1.0)
     coordinator.elector = LeaseElector(Api(lease_transport), "system", "lease", "me", wall_clock=time.time, times=times)

@@ -136,19 +136,19 @@ async def test_a_keepalive_updates_the_last_contact_without_a_reply(coordinator:
     client = await coordinator.open_registered_stream()
     client.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
     assert (await client.next())[0] == FrameKind.HEARTBEAT_ACK
-    before = coordinator.state.agents(LLAMA)["uid-w-0"]
+    before = coordinator.state.list_agents(LLAMA)["uid-w-0"]
     client.send(FrameKind.KEEPALIVE)
     client.send(99, {"of": "a newer agent"})
     client.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby", ready=True))
     assert (await client.next())[0] == FrameKind.HEARTBEAT_ACK, "the reply to the heartbeat; nothing else was answered"
-    after = coordinator.state.agents(LLAMA)["uid-w-0"]
+    after = coordinator.state.list_agents(LLAMA)["uid-w-0"]
     assert after.last_seen > before.last_seen
     client.send(FrameKind.KEEPALIVE)
     for _ in range(200):
-        if coordinator.state.agents(LLAMA)["uid-w-0"].last_seen > after.last_seen:
+        if coordinator.state.list_agents(LLAMA)["uid-w-0"].last_seen > after.last_seen:
             break
         await asyncio.sleep(0.05)
-    assert coordinator.state.agents(LLAMA)["uid-w-0"].last_seen > after.last_seen
+    assert coordinator.state.list_agents(LLAMA)["uid-w-0"].last_seen > after.last_seen
 
 
 async def test_the_heartbeat_interval_grows_with_the_number_of_agents(coordinator: StreamCoordinator) -> None:
@@ -193,7 +193,7 @@ async def test_nothing_is_accepted_before_the_registration(coordinator: StreamCo
         client = await coordinator.open_stream()
         client.send(kind, body)
         assert await client.last_refusal() == (400, "the first frame must be a registration")
-    assert coordinator.state.agent_count() == 0
+    assert coordinator.state.count_agents() == 0
 
 
 async def test_an_oversized_frame_is_refused_by_its_head(coordinator: StreamCoordinator) -> None:

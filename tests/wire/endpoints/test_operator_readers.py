@@ -131,7 +131,7 @@ async def test_bad_tokens_delay_neither_the_lease_nor_scrapes(tmp_path: Path) ->
     api = SlowReviews()
     await api.start()
     transport = await connect(str(api.kubeconfig(tmp_path)))
-    lease_transport = transport.with_separate_pool(LEASE_CONNECTIONS)
+    lease_transport = transport.open_separate_pool(LEASE_CONNECTIONS)
     elector = LeaseElector(Api(lease_transport), "system", "lease", "me", wall_clock=time.time)
     await elector.acquire()
     holding = asyncio.create_task(elector.hold())
@@ -255,7 +255,7 @@ async def test_connections_to_the_probe_port_are_limited(
 def test_requests_are_counted_by_known_pages() -> None:
     metrics = Metrics()
     for path in ("/metrics", "/metrics/", "/anything/else", "", "*"):
-        metrics.read(path, 401)
-    text = metrics.exposition().decode()
+        metrics.record_read(path, 401)
+    text = metrics.render().decode()
     assert 'https_requests_total{code="401",page="metrics"} 2.0' in text
     assert 'https_requests_total{code="401",page="other"} 3.0' in text

@@ -70,7 +70,12 @@ async def test_a_new_leader_has_the_recorded_membership() -> None:
         await until(lambda: deployment.leader() is not None, 25, "the other leads")
         leader = deployment.leader()
         assert leader is not None
-        assert leader.runtime.state.published(JobId("default", "llama", deployment.job()["metadata"]["uid"])) == 2
+        assert (
+            leader.runtime.state.get_published_generation(
+                JobId("default", "llama", deployment.job()["metadata"]["uid"])
+            )
+            == 2
+        )
 
 
 @in_virtual_time
@@ -85,10 +90,10 @@ async def test_a_new_leader_serves_agents_before_it_has_listed_pods() -> None:
         )
         await deployment.stop_operator(name)
         await until(other.runtime.serving.is_set, 3, "agents are answered")
-        assert other.runtime.state.published(job) == 1
+        assert other.runtime.state.get_published_generation(job) == 1
         await asyncio.sleep(3)
-        assert all(agent.heartbeat is not None for agent in other.runtime.state.agents(job).values())
-        assert len(other.runtime.state.agents(job)) == len(pods)
+        assert all(agent.heartbeat is not None for agent in other.runtime.state.list_agents(job).values())
+        assert len(other.runtime.state.list_agents(job)) == len(pods)
         assert not other.runtime.leading.is_set()
         deployment.cluster.faults.clear()
         await until(other.runtime.leading.is_set, 3, "jobs are planned")

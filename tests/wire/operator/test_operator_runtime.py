@@ -79,14 +79,14 @@ async def test_a_replica_is_ready_once_all_kinds_are_listed_and_keys_are_read() 
     cluster = FakeCluster(wall_clock)
     process = OperatorProcess(cluster)
     runtime = process.runtime
-    assert runtime.ready_problem() == "trainingjobs are not listed yet"
+    assert runtime.find_ready_problem() == "trainingjobs are not listed yet"
     await runtime.caches.jobs.refresh()
-    assert "pods" in runtime.ready_problem()
-    tasks = [asyncio.create_task(reflector.run()) for reflector in runtime.caches.reflectors()]
-    await runtime.caches.synced()
-    assert runtime.ready_problem() == "the keys of ServiceAccount tokens are not read yet"
+    assert "pods" in runtime.find_ready_problem()
+    tasks = [asyncio.create_task(reflector.run()) for reflector in runtime.caches.list_reflectors()]
+    await runtime.caches.wait_until_synced()
+    assert runtime.find_ready_problem() == "the keys of ServiceAccount tokens are not read yet"
     await runtime.token_verifier.refresh()
-    assert runtime.ready_problem() == ""
+    assert runtime.find_ready_problem() == ""
     assert not runtime.leading.is_set()
     for task in tasks:
         task.cancel()
@@ -115,15 +115,15 @@ async def test_a_stale_watch_fails_liveness_and_an_outage_does_not() -> None:
     cluster = FakeCluster(wall_clock)
     process = OperatorProcess(cluster)
     await process.start()
-    await process.runtime.caches.synced()
-    assert process.runtime.live_problem() == ""
+    await process.runtime.caches.wait_until_synced()
+    assert process.runtime.find_live_problem() == ""
     for scope in process.runtime.caches.pods._scopes:
         scope.last_seen -= WATCH_STALE_SECONDS + 1
-    assert "watch of pods" in process.runtime.live_problem()
+    assert "watch of pods" in process.runtime.find_live_problem()
     cluster.down = True
     cluster.drop_streams()
     await asyncio.sleep(WATCH_STALE_SECONDS + 60)
-    assert process.runtime.live_problem() == ""
+    assert process.runtime.find_live_problem() == ""
     await process.kill()
 
 
@@ -146,15 +146,15 @@ async def test_only_changes_of_observed_fields_enqueue_a_job() -> None:
     process = OperatorProcess(cluster)
     runtime = process.runtime
     await runtime.caches.jobs.refresh()
-    tasks = [asyncio.create_task(reflector.run()) for reflector in runtime.caches.reflectors()]
-    await runtime.caches.synced()
+    tasks = [asyncio.create_task(reflector.run()) for reflector in runtime.caches.list_reflectors()]
+    await runtime.caches.wait_until_synced()
     await run_pending_tasks()
 
     async def take_key() -> bool:
         await run_pending_tasks()
         if len(runtime.queue) == 0:
             return False
-        runtime.queue.done(await runtime.queue.get())
+        runtime.queue.mark_done(await runtime.queue.get())
         return True
 
     assert await take_key()
@@ -214,7 +214,7 @@ async def test_a_plan_that_raises_is_retried_with_backoff() -> None:
     await until(lambda: cluster.names(PODS) != [], 5, "the good job's pods")
     await asyncio.sleep(60)
     assert 5 < len(calls) < 15
-    assert b'reconcile_errors_total{error="Defect"}' in process.runtime.metrics.exposition()
+    assert b'reconcile_errors_total{error="Defect"}' in process.runtime.metrics.render()
     await process.kill()
 
 
@@ -233,7 +233,7 @@ async def test_a_job_deleted_during_recovery_leaves_nothing() -> None:
         cluster.remove(JOBS, "default", "two")  # while it recovers
         await asyncio.sleep(30)
         assert [name for name in cluster.names(PODS) if name.startswith("two")] == []
-        assert scenario.process.runtime.state.published(JobId("default", "two", uid)) == 0
+        assert scenario.process.runtime.state.get_published_generation(JobId("default", "two", uid)) == 0
         assert phase("one") == "Running"
 
 
@@ -254,9 +254,9 @@ async def test_jobs_deleted_during_a_plan_leave_no_memory() -> None:
             await until(is_being_published, 60, "the membership is written")
             cluster.remove(JOBS, "default", name)
             await asyncio.sleep(5)
-        state, text = process.runtime.state, process.runtime.metrics.exposition().decode()
+        state, text = process.runtime.state, process.runtime.metrics.render().decode()
         assert state._jobs == {}
-        assert state.agent_count() == 0
+        assert state.count_agents() == 0
         assert 'trainingjob_operator_jobs{phase="Starting"} 0.0' in text
         assert 'trainingjob_operator_jobs{phase="Running"} 0.0' in text
 
@@ -273,7 +273,7 @@ async def test_a_training_job_is_planned_twice_in_a_status_interval() -> None:
 
 
 def _plans(process: OperatorProcess) -> float:
-    text = process.runtime.metrics.exposition().decode()
+    text = process.runtime.metrics.render().decode()
     (line,) = [line for line in text.splitlines() if line.startswith("trainingjob_operator_reconcile_seconds_count")]
     return float(line.split()[-1])
 
@@ -285,7 +285,7 @@ async def test_metrics_have_phases_and_recoveries_without_job_labels() -> None:
         lose_node(scenario.workers, scenario.cluster.get(PODS, "default", "llama-w-1")["spec"]["nodeName"])
         await until(lambda: scenario.status().get("phase") == "Completed", 300, "the end")
         await run_pending_tasks()
-        text = scenario.process.runtime.metrics.exposition().decode()
+        text = scenario.process.runtime.metrics.render().decode()
     assert 'trainingjob_operator_jobs{phase="Completed"} 1.0' in text
     assert 'trainingjob_operator_jobs{phase="Running"} 0.0' in text
     assert 'trainingjob_operator_restarts_total{cause="NodeLost",response="Spare"} 1.0' in text

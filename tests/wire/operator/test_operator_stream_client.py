@@ -106,7 +106,7 @@ async def test_an_idle_agent_sends_keepalives_and_heartbeats(tmp_path: Path, mon
         await async_until(lambda: coordinator.frames.count(FrameKind.KEEPALIVE) >= 4, "keepalives")
         assert coordinator.memberships[0].generation == 1
         assert coordinator.frames.count(FrameKind.REGISTER) == 1
-        view = coordinator.state.agents(LLAMA)["uid-w-0"]
+        view = coordinator.state.list_agents(LLAMA)["uid-w-0"]
         assert view.heartbeat is not None
         assert view.heartbeat.progress is not None
         assert coordinator.server.http.connections == 0, "one connection, and it is the stream's"

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from trainium_contract.worker_process.process_tree import descendants
+from trainium_contract.worker_process.process_tree import list_descendants
 from trainium_trainer.evaluate.memory import available_bytes
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class ProcessPool:
 def read_memory(process: int) -> int:
     """Return the resident bytes of a process and its descendants; shared memory counts for each."""
     pages = 0
-    for member in (process, *descendants(process)):
+    for member in (process, *list_descendants(process)):
         with contextlib.suppress(OSError, ValueError, IndexError):
             pages += int(Path(f"/proc/{member}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -131,6 +131,6 @@ def read_memory(process: int) -> int:
 
 def _kill(process: int) -> None:
     """Kill a process and its descendants."""
-    for member in (process, *descendants(process)):
+    for member in (process, *list_descendants(process)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(member, signal.SIGKILL)

@@ -70,9 +70,9 @@ class EvaluationResult(MessageModel):
 
     def to_message(self) -> str:
         """Return the figures as a pod's termination message, as many as it can hold."""
-        results = RunResults().with_evaluation(self.figures)
+        results = RunResults().set_evaluation(self.figures)
         while len(message := results.model_dump_json(by_alias=True, exclude_defaults=True)) > _MESSAGE_BYTES:
-            results = results.with_evaluation(results.evaluation[:-1])
+            results = results.set_evaluation(results.evaluation[:-1])
         return message
 
     def to_json(self) -> str:

@@ -101,7 +101,7 @@ def device_memory(device: torch.device, *, product_name: Path = PRODUCT_NAME) ->
         return None
     if instance is None or not instance.core_bytes:
         return None
-    return instance.core_memory(1 if os.environ.get(LOGICAL_CORE) == "1" else None)
+    return instance.compute_core_memory(1 if os.environ.get(LOGICAL_CORE) == "1" else None)
 
 
 def check_device_memory(settings: Settings, device: torch.device) -> list[str]:

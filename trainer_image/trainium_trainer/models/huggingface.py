@@ -23,7 +23,7 @@ from trainium_contract.models.shape import (
     RopeScalingKind,
     RopeStretch,
     WindowedRope,
-    yarn_attention_factor,
+    compute_yarn_attention_factor,
 )
 from trainium_trainer.exits import UserError
 from trainium_trainer.validation_errors import validate
@@ -328,8 +328,10 @@ def _stretch(where: str, field: str, rope: _Rope, config: _Config) -> RopeStretc
 def _attention_factor(rope: _Rope) -> float:
     assert rope.factor is not None
     if rope.mscale and rope.mscale_all_dim:
-        return yarn_attention_factor(rope.factor, rope.mscale) / yarn_attention_factor(rope.factor, rope.mscale_all_dim)
-    return yarn_attention_factor(rope.factor)
+        return compute_yarn_attention_factor(rope.factor, rope.mscale) / compute_yarn_attention_factor(
+            rope.factor, rope.mscale_all_dim
+        )
+    return compute_yarn_attention_factor(rope.factor)
 
 
 def _refuse_unordered(where: str, field: str, less: float, other: str, more: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.results import FIGURES, RunResults, read_results, results_path
+from trainium_contract.status.results import FIGURES, RunResults, get_results_path, read_results
 from trainium_worker import progress_record
 from trainium_worker.progress_record import replace_text
 
@@ -22,7 +22,7 @@ class ProgressWriter(progress_record.ProgressWriter):
     def __init__(self, path: Path | None, *, generation: int = 0, attempt: int = 0) -> None:
         """Create or reuse the files; without a path the record has no reader. Raises OSError."""
         super().__init__(path, generation=generation, attempt=attempt)
-        self._results_path = None if path is None else results_path(path)
+        self._results_path = None if path is None else get_results_path(path)
         self._results = read_results(path) if path is not None and self.continues else RunResults()
 
     def record_step(self, figures: StepMetrics, *, seconds: float) -> None:
@@ -33,11 +33,11 @@ class ProgressWriter(progress_record.ProgressWriter):
 
     def record_artifact(self, report: ArtifactReport) -> None:
         """Record a complete artifact next to the progress record. Raises OSError."""
-        self._write_results(self._results.with_artifact(report))
+        self._write_results(self._results.add_artifact(report))
 
     def record_evaluation(self, figures: tuple[EvaluationFigure, ...]) -> None:
         """Write the figures of an evaluation next to the progress record. Raises OSError."""
-        self._write_results(self._results.with_evaluation(figures))
+        self._write_results(self._results.set_evaluation(figures))
 
     def _write_results(self, results: RunResults) -> None:
         self._results = results

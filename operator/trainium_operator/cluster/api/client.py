@@ -70,7 +70,7 @@ class Api:
 
     async def get(self, resource: Resource, namespace: str, name: str, *, attempts: int = ATTEMPTS) -> Json:
         """Get one object. Raises NotFoundError."""
-        return await self._call("GET", resource.path(namespace, name), attempts=attempts)
+        return await self._call("GET", resource.build_path(namespace, name), attempts=attempts)
 
     async def read(self, path: str) -> Json:
         """Read a document of the API server, for instance of its discovery. Raises NotFoundError."""
@@ -95,21 +95,21 @@ class Api:
             query["fieldSelector"] = fields
         if continue_token:
             query["continue"] = continue_token
-        return await self._call("GET", resource.path(namespace), query=query, attempts=attempts)
+        return await self._call("GET", resource.build_path(namespace), query=query, attempts=attempts)
 
     async def create(self, resource: Resource, namespace: str, body: Json, *, attempts: int = ATTEMPTS) -> Json:
         """Create an object. Raises AlreadyExistsError."""
         query = {"fieldManager": FIELD_MANAGER}
         if resource.namespaced:
             body = add_labels(body, self._labels)
-        return await self._call("POST", resource.path(namespace), query=query, body=body, attempts=attempts)
+        return await self._call("POST", resource.build_path(namespace), query=query, body=body, attempts=attempts)
 
     async def replace(
         self, resource: Resource, namespace: str, name: str, body: Json, *, attempts: int = ATTEMPTS
     ) -> Json:
         """Replace an object, guarded by its `metadata.resourceVersion`. Raises ConflictError when that is old."""
         query = {"fieldManager": FIELD_MANAGER}
-        return await self._call("PUT", resource.path(namespace, name), query=query, body=body, attempts=attempts)
+        return await self._call("PUT", resource.build_path(namespace, name), query=query, body=body, attempts=attempts)
 
     async def apply(
         self,
@@ -128,13 +128,13 @@ class Api:
             full["metadata"]["namespace"] = namespace
         if not subresource:
             full = add_labels(full, self._labels)
-        path = resource.path(namespace, name, subresource)
+        path = resource.build_path(namespace, name, subresource)
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         return await self._call("PATCH", path, query=query, body=full, content_type=APPLY_PATCH, attempts=attempts)
 
     async def merge(self, resource: Resource, namespace: str, name: str, body: Json, *, subresource: str = "") -> Json:
         """Send a merge patch. Raises NotFoundError."""
-        path = resource.path(namespace, name, subresource)
+        path = resource.build_path(namespace, name, subresource)
         query = {"fieldManager": FIELD_MANAGER}
         return await self._call("PATCH", path, query=query, body=body, content_type=MERGE_PATCH)
 
@@ -158,7 +158,7 @@ class Api:
             options["preconditions"] = {key: value for key, value in preconditions.items() if value}
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
-        return await self._call("DELETE", resource.path(namespace, name), body=options)
+        return await self._call("DELETE", resource.build_path(namespace, name), body=options)
 
     async def watch(
         self,
@@ -183,7 +183,7 @@ class Api:
         }
         if labels:
             query["labelSelector"] = labels
-        path = resource.path(namespace)
+        path = resource.build_path(namespace)
         began = time.monotonic()
         try:
             async with self._transport.stream(path, query=query, silence=silence) as stream:

@@ -26,7 +26,7 @@ class Resource:
         """`apiVersion` of its objects."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
-    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
+    def build_path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
         """Return the path of an object, or of a collection without a name; an empty namespace means all of them."""
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         parts = [root]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trainium_contract.api_server.aio import HttpClient, ResponseStream
 from trainium_contract.api_server.connection import HttpResponse
 from trainium_contract.api_server.errors import NoClusterError
-from trainium_contract.api_server.kubeconfig import Access, find_access, pod_access
+from trainium_contract.api_server.kubeconfig import Access, find_access, read_pod_access
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +59,7 @@ class KubernetesTransport(HttpClient):
         """Namespace of the credentials."""
         return self.access.namespace
 
-    def with_separate_pool(self, connections: int) -> KubernetesTransport:
+    def open_separate_pool(self, connections: int) -> KubernetesTransport:
         """Return a transport of the same identity with a separate pool of at most so many connections."""
         return KubernetesTransport(self.access, user_agent=AGENT, connections=connections)
 
@@ -72,7 +72,7 @@ async def connect(kubeconfig: str | None) -> KubernetesTransport:
 
     def find_valid_access() -> Access:
         in_pod = kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ
-        access = pod_access(os.environ) if in_pod else find_access(kubeconfig, None, os.environ)
+        access = read_pod_access(os.environ) if in_pod else find_access(kubeconfig, None, os.environ)
         if not access.configuration.verify_ssl:
             raise NoClusterError(
                 "the kubeconfig turns TLS verification off (insecure-skip-tls-verify); give the cluster's CA instead"

@@ -51,21 +51,21 @@ class Caches:
     network_policies: Reflector[ChildRecord] | None = None
     """No job waits for them; None where the operator creates none."""
 
-    def reflectors(self) -> tuple[Watching, ...]:
+    def list_reflectors(self) -> tuple[Watching, ...]:
         """Return all that have a `run`; the jobs only where individual namespaces are served; else kopf does."""
         jobs = self.jobs if isinstance(self.jobs, Reflector) else None
         watched = (self.pods, self.config_maps, self.disruption_budgets, self.nodes, jobs)
         return tuple(reflector for reflector in watched if reflector is not None)
 
-    def optional_reflectors(self) -> tuple[Watching, ...]:
+    def list_optional_reflectors(self) -> tuple[Watching, ...]:
         """Return those that no job waits for."""
         watched = (self.other_pods, self.services, self.network_policies)
         return tuple(reflector for reflector in watched if reflector is not None)
 
-    async def synced(self) -> None:
+    async def wait_until_synced(self) -> None:
         """Wait until each has been listed once."""
         await self.jobs.synced.wait()
-        for reflector in self.reflectors():
+        for reflector in self.list_reflectors():
             await reflector.synced.wait()
 
     async def catch_up(self, since: float, *, records_only: bool = False) -> None:
@@ -75,7 +75,7 @@ class Caches:
         Raises ApiError.
         """
         records = (self.jobs, self.config_maps)
-        others = tuple(each for each in self.reflectors() if each not in records)
+        others = tuple(each for each in self.list_reflectors() if each not in records)
         await asyncio.gather(*(lister.refresh(since) for lister in (records if records_only else (*records, *others))))
         if not records_only:
             await self.other_pods.refresh(since)
@@ -83,10 +83,10 @@ class Caches:
 
     def find_membership(self, job: JobView) -> ChildRecord | None:
         """Return the membership ConfigMap of this incarnation of the job."""
-        key = (job.namespace, names.membership_name(job.name))
-        return self.config_maps.store.owned_by(job.id).get(key)
+        key = (job.namespace, names.format_membership_name(job.name))
+        return self.config_maps.store.list_owned_by(job.id).get(key)
 
-    def with_newest_status(self, job: JobView) -> JobView:
+    def apply_refused_status(self, job: JobView) -> JobView:
         """Return the job with the status that the API server has refused so far, if that is the newest."""
         record = self.find_membership(job)
         refused = record.refused_status if record is not None else None
@@ -117,22 +117,22 @@ def make_caches(
         )
 
     def watch_children(resource: resources.Resource, namespaces: Namespaces) -> Reflector[ChildRecord]:
-        return Reflector(api, resource, views.child_record, namespaces=namespaces, labels=LABEL_JOB, of_jobs=True)
+        return Reflector(api, resource, views.parse_child, namespaces=namespaces, labels=LABEL_JOB, of_jobs=True)
 
     def separate() -> Namespaces:
         """Return other states: a namespace in which an optional kind cannot be read is served like others."""
         return Namespaces(served or EVERYWHERE)
 
     return Caches(
-        jobs=(Reflector if served else Lister)(api, resources.JOBS, views.job_record, namespaces=states),
-        pods=watch_pods(views.pod_view, f"{LABEL_ROLE}={ROLE_WORKER}", states, views.find_stray),
+        jobs=(Reflector if served else Lister)(api, resources.JOBS, views.parse_job, namespaces=states),
+        pods=watch_pods(views.parse_worker_pod, f"{LABEL_ROLE}={ROLE_WORKER}", states, views.find_stray),
         config_maps=watch_children(resources.CONFIG_MAPS, states),
-        nodes=Reflector(api, resources.NODES, views.node_view) if settings.watch_nodes else None,
+        nodes=Reflector(api, resources.NODES, views.parse_node) if settings.watch_nodes else None,
         disruption_budgets=watch_children(resources.DISRUPTION_BUDGETS, states),
         kueue=Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
         dra=Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
         namespaces=states,
-        other_pods=watch_pods(views.other_pod_view, OTHER_ROLES, separate()),
+        other_pods=watch_pods(views.parse_other_pod, OTHER_ROLES, separate()),
         services=watch_children(resources.SERVICES, separate()),
         network_policies=watch_children(resources.NETWORK_POLICIES, separate())
         if settings.job_network_policy

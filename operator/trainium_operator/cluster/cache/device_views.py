@@ -62,7 +62,7 @@ class ClaimView:
     """Each device as (pool, device)."""
 
 
-def template_view(raw: Json) -> str:
+def parse_claim_template(raw: Json) -> str:
     """Return the uid of a ResourceClaimTemplate; its name identifies the content."""
     uid: str = raw["metadata"]["uid"]
     return uid
@@ -79,7 +79,7 @@ def slice_view(raw: Json) -> SliceView:
         node=node,
         pool=name,
         generation=as_integer(pool.get("generation")) or 0,
-        devices={intern(as_text(each.get("name"))): _taints(name, each) for each in devices},
+        devices={intern(as_text(each.get("name"))): _parse_taints(name, each) for each in devices},
     )
 
 
@@ -126,7 +126,7 @@ def read_device_health(raw: Json) -> tuple[str, str] | None:
     return None
 
 
-def _taints(pool: str, device: Json) -> tuple[DeviceTaint, ...]:
+def _parse_taints(pool: str, device: Json) -> tuple[DeviceTaint, ...]:
     return tuple(
         DeviceTaint(
             device=f"{pool}/{as_text(device.get('name'))}"[:MAX_TEXT_CHARACTERS],

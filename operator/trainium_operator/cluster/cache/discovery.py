@@ -47,7 +47,7 @@ async def discover_gang_apis(api: Api) -> dict[GangApi, str]:
     for gang, name, known, kind in _SOURCES:
         served = {each["version"] for each in (groups.get(name) or {}).get("versions") or ()}
         for version in known:
-            if version in served and kind in await _kinds(api, f"/apis/{name}/{version}"):
+            if version in served and kind in await _list_kinds(api, f"/apis/{name}/{version}"):
                 found[gang] = f"{name}/{version}"
                 break
     return found
@@ -59,7 +59,7 @@ async def serves(api: Api, resource: Resource) -> bool:
     served = {each["version"] for group in groups if group["name"] == resource.group for each in group["versions"]}
     if resource.version not in served:
         return False
-    return resource.kind in await _kinds(api, f"/apis/{resource.api_version}")
+    return resource.kind in await _list_kinds(api, f"/apis/{resource.api_version}")
 
 
 async def read_cluster_uid(api: Api) -> str:
@@ -75,7 +75,7 @@ async def read_cluster_uid(api: Api) -> str:
     return uid
 
 
-async def _kinds(api: Api, path: str) -> set[str]:
+async def _list_kinds(api: Api, path: str) -> set[str]:
     """Return the kinds that can be created; none for a group that was removed or whose server does not answer."""
     try:
         resources = (await api.read(path)).get("resources") or ()
@@ -100,7 +100,7 @@ class Discovery:
         self._api = api
         self._on_change = on_change
         if nodes is not None:
-            nodes.listen(self._node_changed)
+            nodes.listen(self._handle_node_change)
 
     async def run(self) -> None:
         """Refresh periodically until cancelled."""
@@ -132,7 +132,7 @@ class Discovery:
         if changed:
             self._on_change()
 
-    def _node_changed(self, _key: Key, _old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
+    def _handle_node_change(self, _key: Key, _old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
         if new is None:
             return
         carried = {layer for layer in LAYERS if layer in new.view.labels} - self.topology_layers

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_operator.cluster.api.resources import CLAIMS, SLICES, TEMPLATES
-from trainium_operator.cluster.cache.device_views import ClaimView, SliceView, claim_view, slice_view, template_view
+from trainium_operator.cluster.cache.device_views import (
+    ClaimView,
+    SliceView,
+    claim_view,
+    parse_claim_template,
+    slice_view,
+)
 from trainium_operator.cluster.cache.inventory import Inventory
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.optional_api import OptionalApi
@@ -44,7 +50,7 @@ class Dra:
         self.templates: Reflector[str] = Reflector(
             api,
             TEMPLATES,
-            template_view,
+            parse_claim_template,
             namespaces=Namespaces(namespaces or EVERYWHERE),
             labels=LABEL_JOB,
             of_jobs=True,
@@ -58,13 +64,15 @@ class Dra:
 
     async def run(self) -> None:
         """Wait until the API is served and a job claims devices, then read until cancelled."""
-        await self.offered.served()
+        await self.offered.wait_until_served()
         await self._wanted.wait()
         async with asyncio.TaskGroup() as group:
             await self.offered.read(group)
             self._on_change()
 
-    def devices(self, job: JobView, pods: tuple[PodView, ...], usable: Callable[[str], bool]) -> DevicesView | None:
+    def find_devices(
+        self, job: JobView, pods: tuple[PodView, ...], usable: Callable[[str], bool]
+    ) -> DevicesView | None:
         """Return the devices of a job; None if it claims none or nothing is known.
 
         `usable(node)` returns whether a worker of the job could run on that node, devices aside.
@@ -72,11 +80,11 @@ class Dra:
         accelerator = job.spec.workers.accelerator
         if accelerator.claim is not None:
             self._wanted.set()
-        owned = self.templates.store.owned_by(job.id)
+        owned = self.templates.store.list_owned_by(job.id)
         if self.offered.state is not ApiState.READY or not (owned or accelerator.claim is not None):
             return None
-        nodes = [name for name in self.inventory.nodes() if usable(name)]
-        count = accelerator.claimed_devices()
+        nodes = [name for name in self.inventory.list_nodes() if usable(name)]
+        count = accelerator.count_claimed_devices()
         taints = ((pod.uid, self.inventory.find_taints(pod.uid)) for pod in pods)
         return DevicesView(
             templates={name: uid for (_, name), uid in owned.items()},

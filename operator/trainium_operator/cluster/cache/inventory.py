@@ -36,7 +36,7 @@ class Inventory:
         slices.listen(self._slice_changed)
         claims.listen(self._claim_changed)
 
-    def nodes(self) -> Iterator[str]:
+    def list_nodes(self) -> Iterator[str]:
         """Return an iterator over the nodes that publish devices."""
         return iter(self._free)
 
@@ -53,7 +53,7 @@ class Inventory:
             for held in self._held.get(pod, {}).values()
             for pool, device in held
             if self._node_of.get(pool) in self._tainted
-            for view in self._newest(self._node_of.get(pool, ""))
+            for view in self._list_newest_slices(self._node_of.get(pool, ""))
             if view.pool == pool
             for taint in view.devices.get(device, ())
         )
@@ -85,7 +85,7 @@ class Inventory:
         for node in {self._node_of.get(pool, "") for pool, _ in before + after} - {""}:
             self._count(node)
 
-    def _newest(self, node: str) -> list[SliceView]:
+    def _list_newest_slices(self, node: str) -> list[SliceView]:
         """Return the slices of a node, without those of a pool that a newer generation has replaced."""
         views = self._slices.get(node, {}).values()
         newest: dict[str, int] = {}
@@ -100,7 +100,7 @@ class Inventory:
             self._tainted.discard(node)
             self._node_of = {pool: name for pool, name in self._node_of.items() if name != node}
             return
-        views = self._newest(node)
+        views = self._list_newest_slices(node)
         self._free[node] = sum((view.pool, device) not in self._holders for view in views for device in view.free())
         if any(taints for view in views for taints in view.devices.values()):
             self._tainted.add(node)

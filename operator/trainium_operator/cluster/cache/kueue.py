@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.api_server.errors import ApiError
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_operator.cluster.api.resources import FLAVORS, PRIORITIES, WORKLOADS
-from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, workload_view
+from trainium_operator.cluster.cache.kueue_views import parse_flavor, parse_priority_class, parse_workload
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.optional_api import OptionalApi
 from trainium_operator.cluster.cache.reflector import Reflector
@@ -57,21 +57,21 @@ class Kueue:
         self.workloads: Reflector[WorkloadView] = Reflector(
             api,
             WORKLOADS,
-            workload_view,
+            parse_workload,
             namespaces=self._namespaces,
             labels=LABEL_JOB,
             of_jobs=True,
         )
-        self.flavors: Reflector[Placement] = Reflector(api, FLAVORS, flavor_view)
-        self.priorities: Reflector[tuple[int, bool]] = Reflector(api, PRIORITIES, priority_view)
+        self.flavors: Reflector[Placement] = Reflector(api, FLAVORS, parse_flavor)
+        self.priorities: Reflector[tuple[int, bool]] = Reflector(api, PRIORITIES, parse_priority_class)
         self.offered = OptionalApi(enabled, self.workloads, self.flavors, self.priorities)
-        self.flavors.store.listen(self._changed)
-        self.priorities.store.listen(self._changed)
-        self._namespaces.listen(self._changed)
+        self.flavors.store.listen(self._handle_change)
+        self.priorities.store.listen(self._handle_change)
+        self._namespaces.listen(self._handle_change)
 
     async def run(self) -> None:
         """Wait until the API is served, then read until cancelled."""
-        await self.offered.served()
+        await self.offered.wait_until_served()
         async with asyncio.TaskGroup() as group:
             await self.offered.read(group)
             self._on_change()
@@ -96,9 +96,9 @@ class Kueue:
                 self._on_change()
                 return
 
-    def quota(self, job: JobView) -> QuotaView | None:
+    def find_quota(self, job: JobView) -> QuotaView | None:
         """Return a job's quota; None when Kueue is not available or the job has no queue."""
-        owned = self.workloads.store.owned_by(job.id).values()
+        owned = self.workloads.store.list_owned_by(job.id).values()
         listed = self._namespaces.is_open(job.namespace) and self.workloads.is_listed_since(job.namespace, self._since)
         known = self.offered.state is ApiState.READY and listed  # a missing list is not an empty list
         if not known or not (owned or job.spec.scheduling.queue_name):
@@ -109,16 +109,16 @@ class Kueue:
         return QuotaView(
             workloads=tuple(workloads),
             flavors={name: flavor for name, flavor in found if flavor is not None},
-            priority=self._priority(job.spec.scheduling.priority_class_name),
+            priority=self._find_priority(job.spec.scheduling.priority_class_name),
         )
 
-    def _priority(self, name: str) -> int | None:
+    def _find_priority(self, name: str) -> int | None:
         if name:
             found = self.priorities.store.get(("", name))
             return None if found is None else found[0]
         defaults = (entry.view for entry in self.priorities.store.snapshot().values())
         return next((value for value, default in defaults if default), 0)
 
-    def _changed(self, *_of_what: object) -> None:
+    def _handle_change(self, *_of_what: object) -> None:
         if self.offered.state is ApiState.READY:
             self._on_change()

@@ -22,7 +22,7 @@ _KNOWN = {kind.value: kind for kind in quota.WorkloadCondition}
 _TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 
 
-def workload_view(raw: Json) -> quota.WorkloadView:
+def parse_workload(raw: Json) -> quota.WorkloadView:
     """Parse a Workload. Raises ValueError when the part with the job's quota request is missing."""
     metadata, spec, status = raw["metadata"], as_mapping(raw.get("spec")), as_mapping(raw.get("status"))
     annotations = as_mapping(metadata.get("annotations"))
@@ -39,28 +39,30 @@ def workload_view(raw: Json) -> quota.WorkloadView:
         active=spec.get("active") is not False,
         deleting="deletionTimestamp" in metadata,
         conditions=tuple(
-            _condition(each) for each in as_mappings(status.get("conditions")) if as_text(each.get("type")) in _KNOWN
+            _parse_condition(each)
+            for each in as_mappings(status.get("conditions"))
+            if as_text(each.get("type")) in _KNOWN
         ),
         grants=tuple(map(_grant, grants)),
-        updates=_updates(as_mappings(status.get("admissionChecks"))),
+        updates=_merge_updates(as_mappings(status.get("admissionChecks"))),
     )
 
 
-def flavor_view(raw: Json) -> quota.Placement:
+def parse_flavor(raw: Json) -> quota.Placement:
     """Parse a ResourceFlavor: the node labels and tolerations that it requires of pods."""
     spec = as_mapping(raw.get("spec"))
     return quota.Placement(
         node_selector=as_texts(spec.get("nodeLabels")),
-        tolerations=tuple(map(_toleration, as_mappings(spec.get("tolerations")))),
+        tolerations=tuple(map(_parse_toleration, as_mappings(spec.get("tolerations")))),
     )
 
 
-def priority_view(raw: Json) -> tuple[int, bool]:
+def parse_priority_class(raw: Json) -> tuple[int, bool]:
     """Return the value of a PriorityClass, and whether it is the cluster's default."""
     return int(raw["value"]), raw.get("globalDefault") is True
 
 
-def with_conditions(old: Iterable[Json], conditions: Iterable[quota.WorkloadConditionView], now: str) -> list[Json]:
+def set_conditions(old: Iterable[Json], conditions: Iterable[quota.WorkloadConditionView], now: str) -> list[Json]:
     """Return the conditions with these set; a transition time changes only with the status. `now` is RFC 3339."""
     found = {each["type"]: each for each in old}
     for each in conditions:
@@ -76,7 +78,7 @@ def with_conditions(old: Iterable[Json], conditions: Iterable[quota.WorkloadCond
     return list(found.values())
 
 
-def _condition(raw: Json) -> quota.WorkloadConditionView:
+def _parse_condition(raw: Json) -> quota.WorkloadConditionView:
     return quota.WorkloadConditionView(
         _KNOWN[raw["type"]],
         is_true=raw.get("status") == "True",
@@ -95,7 +97,7 @@ def _count(raw: Json, *, default: int) -> int:
     return default if found is None else found
 
 
-def _updates(checks: Iterable[Json]) -> dict[str, quota.Placement]:
+def _merge_updates(checks: Iterable[Json]) -> dict[str, quota.Placement]:
     """Return one update for each pod set from all ready checks; Kueue rejects contradictory ones."""
     found: dict[str, quota.Placement] = {}
     for check in checks:
@@ -106,10 +108,10 @@ def _updates(checks: Iterable[Json]) -> dict[str, quota.Placement]:
                 labels={**before.labels, **as_texts(each.get("labels"))},
                 annotations={**before.annotations, **as_texts(each.get("annotations"))},
                 node_selector={**before.node_selector, **as_texts(each.get("nodeSelector"))},
-                tolerations=(*before.tolerations, *map(_toleration, as_mappings(each.get("tolerations")))),
+                tolerations=(*before.tolerations, *map(_parse_toleration, as_mappings(each.get("tolerations")))),
             )
     return found
 
 
-def _toleration(raw: Json) -> Json:
+def _parse_toleration(raw: Json) -> Json:
     return {key: raw[key] for key in _TOLERATION if key in raw}

@@ -20,7 +20,7 @@ from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
 from trainium_contract.status.internal import INTERNAL_KEY, unpack_internal
 from trainium_contract.status.public import MembershipStatus
-from trainium_contract.stored_json import optional_part, remove_places
+from trainium_contract.stored_json import find_optional_part, remove_places
 from trainium_contract.wire.messages import MAX_GENERATION
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def _drop_unknown_fields(raw: Any, error: ValidationError) -> tuple[Any, set[str
         raise error
     # An unknown field is removed alone; an unknown value is removed with its list entry.
     places = {
-        tuple(detail["loc"]) if detail["type"] == "extra_forbidden" else optional_part(detail["loc"])
+        tuple(detail["loc"]) if detail["type"] == "extra_forbidden" else find_optional_part(detail["loc"])
         for detail in details
     }
     remaining = copy.deepcopy(raw)
@@ -79,7 +79,7 @@ def read_status(raw: Any, name: str) -> TrainingJobStatus:
                 status = TrainingJobStatus.model_validate(_clamp_integers(status.to_wire()))
             return _repair_status(status)
         except ValidationError as error:
-            places = {optional_part(detail["loc"]) for detail in error.errors()}
+            places = {find_optional_part(detail["loc"]) for detail in error.errors()}
             logger.warning(
                 "the status of %s has been edited: %s cannot be read and is left out",
                 name,

@@ -36,7 +36,7 @@ class MembershipRecord:
     def membership(self) -> Membership | None:
         """Return the recorded membership; None when it cannot be parsed."""
         try:
-            text = unpack_membership(self.content())
+            text = unpack_membership(self.to_config_map_data())
             found = None if _is_crowded(text) else Membership.model_validate_json(text).share_fields_set()
         except ValueError:
             return None
@@ -46,12 +46,12 @@ class MembershipRecord:
         """Set the membership that was just written, so that it is not parsed again or kept twice."""
         self.__dict__["membership"] = membership  # the cached property's storage
 
-    def content(self) -> Json:
+    def to_config_map_data(self) -> Json:
         """Return its part of the ConfigMap."""
         return {"binaryData": {MEMBERSHIP_KEY: self.packed}}
 
 
-def membership_record(raw: Json) -> MembershipRecord | None:
+def read_membership_record(raw: Json) -> MembershipRecord | None:
     """Return the record in a ConfigMap without parsing it; None when there is none."""
     data, packed = raw.get("data"), raw.get("binaryData")
     if not isinstance(packed, dict) or packed.get(MEMBERSHIP_KEY) is None:
@@ -62,7 +62,7 @@ def membership_record(raw: Json) -> MembershipRecord | None:
 
 def read_membership(raw: Json) -> Membership | None:
     """Return the membership in a ConfigMap; None when there is none, or none that can be parsed."""
-    record = membership_record(raw)
+    record = read_membership_record(raw)
     return record.membership if record is not None else None
 
 

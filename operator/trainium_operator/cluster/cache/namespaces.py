@@ -58,7 +58,7 @@ class Namespaces:
         """Call `listener(namespace)` whenever one opens; "" stands for all."""
         self._listeners.append(listener)
 
-    def state(self, name: str) -> ListState:
+    def get_state(self, name: str) -> ListState:
         """Return what is known of a served namespace ("": of all, where they are read at once)."""
         states = self._states[name].values()
         if ListState.FORBIDDEN in states:
@@ -67,27 +67,27 @@ class Namespaces:
 
     def is_open(self, namespace: str) -> bool:
         """Return whether everything that a plan reads in the namespace is known."""
-        return self._scope(namespace) in self._open_since
+        return self._find_scope(namespace) in self._open_since
 
     def open_since(self, namespace: str) -> float:
         """Return since when the namespace is open (Unix seconds); 0 while it is not."""
-        return self._open_since.get(self._scope(namespace), 0.0)
+        return self._open_since.get(self._find_scope(namespace), 0.0)
 
     def counts(self) -> dict[ListState, int]:
         """Return the number of served namespaces in each state."""
-        seen = [self.state(name) for name in self.names]
+        seen = [self.get_state(name) for name in self.names]
         return {state: seen.count(state) for state in ListState}
 
     def record(self, kind: str, name: str, state: ListState, why: str = "") -> None:
         """Record that a list or a watch of one kind succeeded or was refused."""
-        before = self.state(name)
+        before = self.get_state(name)
         self._states[name][kind] = state
-        after = self.state(name)
+        after = self.get_state(name)
         if after is ListState.FORBIDDEN and before is not after and self._listeners:  # otherwise no plan depends on it
             logger.warning(
                 "%s: %s cannot be read (%s); its jobs are left as they are until it can. Is the namespace gone, or the "
                 "operator's RoleBinding in it?",
-                self._reported(name),
+                self._get_reported_name(name),
                 kind,
                 why,
             )
@@ -96,12 +96,12 @@ class Namespaces:
         elif name not in self._open_since:
             self._open_since[name] = self._clock()
             if before is ListState.FORBIDDEN:
-                logger.info("%s can be read again", self._reported(name))
+                logger.info("%s can be read again", self._get_reported_name(name))
             for listener in self._listeners:
                 listener(name)
 
-    def _scope(self, namespace: str) -> str:
+    def _find_scope(self, namespace: str) -> str:
         return "" if self.is_cluster_wide else namespace
 
-    def _reported(self, name: str) -> str:
+    def _get_reported_name(self, name: str) -> str:
         return f"namespace {name}" if name else "all namespaces"

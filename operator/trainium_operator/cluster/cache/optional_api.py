@@ -38,7 +38,7 @@ class OptionalApi:
         else:
             self._served.clear()
 
-    async def served(self) -> None:
+    async def wait_until_served(self) -> None:
         """Wait until the API is served."""
         await self._served.wait()
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainium_contract.api_server.responses import Json
 
 
-def controlling_job(raw: Json) -> JobId | None:
+def find_controlling_job(raw: Json) -> JobId | None:
     """Return the job that controls an object; None when no job does."""
     metadata = as_mapping(raw.get("metadata"))
     references = metadata.get("ownerReferences")

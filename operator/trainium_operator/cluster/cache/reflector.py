@@ -32,7 +32,7 @@ from trainium_contract.api_server.errors import (
 from trainium_operator.backoff import compute_backoff
 from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.cache.namespaces import ListState, Namespaces
-from trainium_operator.cluster.cache.ownership import controlling_job, is_labelled
+from trainium_operator.cluster.cache.ownership import find_controlling_job, is_labelled
 from trainium_operator.cluster.cache.store import Entry, IndexedCache, Key
 
 if TYPE_CHECKING:
@@ -153,10 +153,10 @@ class Lister(Generic[V]):
                 if self._namespaces.is_cluster_wide:
                     raise
                 scope.stale = True
-                self._refused(scope, error)
+                self._handle_refusal(scope, error)
         return version
 
-    def _refused(self, scope: _Scope, error: ForbiddenError) -> None:
+    def _handle_refusal(self, scope: _Scope, error: ForbiddenError) -> None:
         scope.last_seen = asyncio.get_running_loop().time()
         scope.refused = True
         self._namespaces.record(self.resource.plural, scope.namespace, ListState.FORBIDDEN, str(error))
@@ -234,30 +234,30 @@ class Lister(Generic[V]):
 
     def _add_page(self, page: Json, entries: dict[Key, Entry[V]], strays: set[Key]) -> None:
         for raw in page.get("items") or ():
-            key, version = _key_and_version(raw)
+            key, version = _parse_key_and_version(raw)
             self.track_stray(key, raw)
             if key in self.strays:
                 strays.add(key)
-            known = self.store.entry(key)
+            known = self.store.get_entry(key)
             # A version identifies one state of one object, so it need not be parsed again.
             same = known is not None and known.version == version
-            entry = known if same else self._entry(raw)
+            entry = known if same else self._parse_entry(raw)
             if entry is not None:
                 entries[key] = entry
 
     def observe(self, raw: Json, *, deleted: bool) -> None:
         """Apply an object from a watch."""
-        key, version = _key_and_version(raw)
+        key, version = _parse_key_and_version(raw)
         self.track_stray(key, None if deleted else raw)
         if deleted:
-            entry = self.store.entry(key)
+            entry = self.store.get_entry(key)
             if self._find_stray and entry and entry.owner and "deletionTimestamp" not in raw["metadata"]:
                 self.unwatched[key] = entry.owner.name
             self.store.remove(key, version)
             return
         if self.store.has_version(key, version):
             return  # mostly the result of a write of this process, which is stored already
-        entry = self._entry(raw)
+        entry = self._parse_entry(raw)
         if entry is not None:
             self.store.put(key, entry)
         elif self._of_jobs and self._find_job(raw) is None:
@@ -265,18 +265,18 @@ class Lister(Generic[V]):
 
     def write_through(self, raw: Json) -> None:
         """Apply an object that a write of this process returned."""
-        key, version = _key_and_version(raw)
+        key, version = _parse_key_and_version(raw)
         if self.store.is_outdated(key, version):
             return
-        entry = self._entry(raw)
+        entry = self._parse_entry(raw)
         if entry is not None:
             self.store.write_through(key, entry)
 
     def _find_job(self, raw: Json) -> JobId | None:
-        owner = controlling_job(raw) if self._of_jobs else None
+        owner = find_controlling_job(raw) if self._of_jobs else None
         return owner if owner is not None and is_labelled(raw, owner) else None
 
-    def _entry(self, raw: Json) -> Entry[V] | None:
+    def _parse_entry(self, raw: Json) -> Entry[V] | None:
         metadata = raw["metadata"]
         owner = self._find_job(raw)
         if self._of_jobs and owner is None:
@@ -325,7 +325,7 @@ class Reflector(Lister[V]):
                 refusals += 1
                 failures = refusals  # a list that succeeds before each refused watch does not shorten the pause
                 scope.version = ""
-                self._refused(scope, error)
+                self._handle_refusal(scope, error)
             except ApiError as error:
                 failures += 1
                 scope.broken = True
@@ -368,6 +368,6 @@ class Reflector(Lister[V]):
         return received
 
 
-def _key_and_version(raw: Json) -> tuple[Key, int]:
+def _parse_key_and_version(raw: Json) -> tuple[Key, int]:
     metadata = raw["metadata"]
     return (metadata.get("namespace", ""), metadata["name"]), int(metadata["resourceVersion"])

@@ -63,7 +63,7 @@ class IndexedCache(Generic[V]):
         entry = self._entries.get(key)
         return entry.view if entry else None
 
-    def entry(self, key: Key) -> Entry[V] | None:
+    def get_entry(self, key: Key) -> Entry[V] | None:
         """Return the view with its uid and version."""
         return self._entries.get(key)
 
@@ -71,7 +71,7 @@ class IndexedCache(Generic[V]):
         """Return all current entries."""
         return dict(self._entries)
 
-    def owned_by(self, job: JobId) -> dict[Key, V]:
+    def list_owned_by(self, job: JobId) -> dict[Key, V]:
         """Return views of the objects that this incarnation of a job controls."""
         return {key: entry.view for key, entry in self._owned.get(job, {}).items()}
 
@@ -80,16 +80,16 @@ class IndexedCache(Generic[V]):
         old = self._entries.get(key)
         if old is None or old.version < version:
             return False
-        self._saw(key, version)
+        self._record_scope(key, version)
         return True
 
     def is_outdated(self, key: Key, version: int) -> bool:
         """Return whether the watch has passed this version, so that the response to a write is outdated."""
-        return version <= self._seen.get(self._scope(key), 0)
+        return version <= self._seen.get(self._find_scope(key), 0)
 
     def put(self, key: Key, entry: Entry[V]) -> bool:
         """Store an object from the watch; return False if a newer version is stored."""
-        self._saw(key, entry.version)
+        self._record_scope(key, entry.version)
         return self._put(key, entry)
 
     def write_through(self, key: Key, entry: Entry[V]) -> bool:
@@ -98,7 +98,7 @@ class IndexedCache(Generic[V]):
 
     def remove(self, key: Key, version: int) -> None:
         """Remove an object that the watch reported as deleted, at `version`."""
-        self._saw(key, version)
+        self._record_scope(key, version)
         self._deleted[key] = max(version, self._deleted.get(key, 0))
         old = self._entries.get(key)
         if old is not None and old.version <= version:
@@ -116,23 +116,23 @@ class IndexedCache(Generic[V]):
 
         `namespace`: that of the list, where each is listed by itself; other namespaces are not changed.
         """
-        scope = self._scope((namespace, ""))
-        self._saw((namespace, ""), version)
+        scope = self._find_scope((namespace, ""))
+        self._record_scope((namespace, ""), version)
         deleted = self._deleted
-        self._deleted = {key: at for key, at in deleted.items() if self._scope(key) != scope or at >= version}
+        self._deleted = {key: at for key, at in deleted.items() if self._find_scope(key) != scope or at >= version}
         for key, old in list(self._entries.items()):
-            if self._scope(key) == scope and key not in entries and old.version <= version:
+            if self._find_scope(key) == scope and key not in entries and old.version <= version:
                 self._deleted[key] = version
                 self._drop(key, old)
         for key, entry in entries.items():
             if entry.version > deleted.get(key, -1):
                 self._put(key, entry)
 
-    def _scope(self, key: Key) -> str:
+    def _find_scope(self, key: Key) -> str:
         return key[0] if self._by_namespace else ""
 
-    def _saw(self, key: Key, version: int) -> None:
-        scope = self._scope(key)
+    def _record_scope(self, key: Key, version: int) -> None:
+        scope = self._find_scope(key)
         self._seen[scope] = max(self._seen.get(scope, 0), version)
 
     def _put(self, key: Key, entry: Entry[V], *, notify: bool = True) -> bool:

@@ -23,10 +23,10 @@ from trainium_contract.wire.log_line import LINE_BYTES, format_log_text
 from trainium_contract.wire.recorded_membership import parse_refused_status
 from trainium_operator.cluster.cache.device_views import read_claim_template, read_device_health
 from trainium_operator.cluster.cache.lenient import read_spec, read_status
-from trainium_operator.cluster.cache.membership_record import MembershipRecord, membership_record
-from trainium_operator.cluster.cache.ownership import controlling_job
+from trainium_operator.cluster.cache.membership_record import MembershipRecord, read_membership_record
+from trainium_operator.cluster.cache.ownership import find_controlling_job
 from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_mappings, as_name, as_text, as_texts
-from trainium_operator.plan.faults.node_signals import bad_status
+from trainium_operator.plan.faults.node_signals import get_bad_status
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
 from trainium_operator.plan.model import names, observed
 from trainium_operator.plan.model.names import ANNOTATION_GROUP, LABEL_POD_SET, RESOURCES_READ, JobId, is_label_read
@@ -91,7 +91,7 @@ class ChildRecord:
         return self.record.membership if self.record is not None else None
 
 
-def job_record(raw: Json) -> JobRecord:
+def parse_job(raw: Json) -> JobRecord:
     """Parse a TrainingJob; a spec that does not parse becomes `error`.
 
     This version does not start a job with parts that only a newer version knows, but keeps one running.
@@ -111,7 +111,7 @@ def job_record(raw: Json) -> JobRecord:
             deleting="deletionTimestamp" in metadata,
             spec=spec,
             status=read_status(raw.get("status"), f"{metadata['namespace']}/{metadata['name']}"),
-            created=_seconds_or_none(metadata, "creationTimestamp") or 0.0,
+            created=_parse_seconds(metadata, "creationTimestamp") or 0.0,
             resource_version=metadata["resourceVersion"],
             finalizers=tuple(filter(None, map(as_text, metadata.get("finalizers") or ()))),
             labels={
@@ -128,26 +128,26 @@ def job_record(raw: Json) -> JobRecord:
     return JobRecord(*identity, view)
 
 
-def pod_view(raw: Json) -> observed.PodView:
+def parse_worker_pod(raw: Json) -> observed.PodView:
     """Parse a worker pod without malformed parts. Raises ValueError when its name is not a worker's."""
     metadata = raw["metadata"]
     job = as_text(as_mapping(metadata.get("labels")).get(worker_env.LABEL_JOB))
     ordinal = names.parse_ordinal(job, metadata["name"])
     if ordinal is None:
         raise ValueError(f"pod {metadata['name']} carries a worker's labels, but not a worker's name")
-    return _pod_view(raw, ordinal)
+    return _parse_pod(raw, ordinal)
 
 
 def find_stray(raw: Json) -> observed.StrayPod | None:
     """Return the running pod if it has a worker's name and is none, because nothing controls it or a label is gone."""
-    metadata, owner = raw["metadata"], controlling_job(raw)
+    metadata, owner = raw["metadata"], find_controlling_job(raw)
     labels = as_mapping(metadata.get("labels"))
     job = as_text(labels.get(worker_env.LABEL_JOB)) if owner is None else owner.name
     if names.parse_ordinal(job, metadata["name"]) is None:
         return None
     if as_mapping(raw.get("status")).get("phase") in _ENDED:
         return None
-    expected = names.selector_labels(job)
+    expected = names.build_selector_labels(job)
     missing = next((key for key, value in expected.items() if labels.get(key) != value), "")
     if owner is not None and not missing:
         return None
@@ -155,7 +155,7 @@ def find_stray(raw: Json) -> observed.StrayPod | None:
     return observed.StrayPod(job, metadata["name"], metadata["uid"], node, "" if owner is None else missing)
 
 
-def other_pod_view(raw: Json) -> observed.PodView:
+def parse_other_pod(raw: Json) -> observed.PodView:
     """Parse a pod of a role, or the one that measures a milestone's model, without malformed parts.
 
     Raises ValueError when its name is not one of its role's.
@@ -164,27 +164,27 @@ def other_pod_view(raw: Json) -> observed.PodView:
     labels = as_mapping(metadata.get("labels"))
     role = as_text(labels.get(worker_env.LABEL_ROLE))
     if role == worker_env.ROLE_EVALUATION:
-        return replace(_pod_view(raw, 0), role=role)
-    prefix = names.role_object_name(as_text(labels.get(worker_env.LABEL_JOB)), role)
+        return replace(_parse_pod(raw, 0), role=role)
+    prefix = names.format_role_object_name(as_text(labels.get(worker_env.LABEL_JOB)), role)
     ordinal = names.parse_number(metadata["name"], f"{prefix}-")
     if ordinal is None:
         raise ValueError(f"pod {metadata['name']} has the labels of role {role}, but no name of its pods")
     containers = as_mappings(as_mapping(raw.get("spec")).get("containers"))
     serving = next((as_text(each.get("name")) for each in containers), "")
-    return replace(_pod_view(raw, ordinal, container=serving), role=role)
+    return replace(_parse_pod(raw, ordinal, container=serving), role=role)
 
 
-def _pod_view(raw: Json, ordinal: int, *, container: str = WORKER_CONTAINER) -> observed.PodView:
+def _parse_pod(raw: Json, ordinal: int, *, container: str = WORKER_CONTAINER) -> observed.PodView:
     metadata, spec, status = raw["metadata"], as_mapping(raw.get("spec")), as_mapping(raw.get("status"))
     labels, annotations = as_mapping(metadata.get("labels")), as_mapping(metadata.get("annotations"))
-    conditions = {as_text(each.get("type")): each for each in _items(status.get("conditions"), "condition")}
+    conditions = {as_text(each.get("type")): each for each in _list_items(status.get("conditions"), "condition")}
     scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
-    statuses = _items(status.get("containerStatuses"), "container status")
+    statuses = _list_items(status.get("containerStatuses"), "container status")
     worker = next((as_mapping(each.get("state")) for each in statuses if each.get("name") == container), {})
     terminated = as_mapping(worker.get("terminated"))
     init = InitState() if worker.get("running") or terminated else _init_state(spec, status)
-    reason, message = _reason_and_message(status, scheduled, worker, init)
+    reason, message = _find_reason_and_message(status, scheduled, worker, init)
     exit_code, termination_message = as_integer(terminated.get("exitCode")), as_text(terminated.get("message"))
     last_report, text = parse_last_report(termination_message, metadata["uid"], exit_code)
     if message == termination_message:
@@ -202,17 +202,17 @@ def _pod_view(raw: Json, ordinal: int, *, container: str = WORKER_CONTAINER) -> 
         message=format_log_text(message[:LINE_BYTES])[:MAX_TERMINATION_MESSAGE_CHARACTERS],
         exit_code=exit_code,
         deleting="deletionTimestamp" in metadata,
-        deletion_deadline=_seconds_or_none(metadata, "deletionTimestamp"),
+        deletion_deadline=_parse_seconds(metadata, "deletionTimestamp"),
         finalizers=tuple(filter(None, map(as_text, metadata.get("finalizers") or ()))),
         disrupted=disruption.get("status") == "True",
         disruption=as_text(disruption.get("reason"))[:MAX_REASON_CHARACTERS],
-        created=_seconds_or_none(metadata, "creationTimestamp") or 0.0,
+        created=_parse_seconds(metadata, "creationTimestamp") or 0.0,
         scheduled=scheduled.get("status") == "True" or bool(node),
         scheduler=as_name(spec.get("schedulerName")),
         unschedulable_message=as_text(scheduled.get("message"))[:MAX_TERMINATION_MESSAGE_CHARACTERS]
         if unschedulable
         else "",
-        finished=_seconds_or_none(terminated, "finishedAt"),
+        finished=_parse_seconds(terminated, "finishedAt"),
         template_hash=as_text(annotations.get(worker_env.ANNOTATION_TEMPLATE_HASH)),
         avoided_nodes=frozenset(filter(None, as_text(annotations.get(worker_env.ANNOTATION_AVOIDED_NODES)).split(","))),
         image=intern(as_text(annotations.get(worker_env.ANNOTATION_IMAGE))),
@@ -228,24 +228,24 @@ def _pod_view(raw: Json, ordinal: int, *, container: str = WORKER_CONTAINER) -> 
         device_health=read_device_health(raw),
         last_report=last_report,
         grace_seconds=as_integer(spec.get("terminationGracePeriodSeconds")),
-        limits=_limits(spec),
+        limits=_parse_limits(spec),
     )
 
 
-def _limits(spec: Json) -> tuple[tuple[str, str], ...]:
+def _parse_limits(spec: Json) -> tuple[tuple[str, str], ...]:
     containers = as_mappings(spec.get("containers"))
     worker = next((each for each in containers if each.get("name") == WORKER_CONTAINER), {})
     limits = as_texts(as_mapping(worker.get("resources")).get("limits"))
     return tuple((name, intern(limits[name][:32])) for name in ("cpu", "ephemeral-storage", "memory") if name in limits)
 
 
-def node_view(raw: Json) -> observed.NodeView:
+def parse_node(raw: Json) -> observed.NodeView:
     """Parse a node, reduced to what plans need and without malformed parts.
 
     Kubelets and detectors write to it every few seconds: the view changes only with what a plan reads.
     """
     metadata, spec, status = as_mapping(raw["metadata"]), as_mapping(raw.get("spec")), as_mapping(raw.get("status"))
-    conditions = [each for each in _items(status.get("conditions"), "condition") if as_text(each.get("type"))]
+    conditions = [each for each in _list_items(status.get("conditions"), "condition") if as_text(each.get("type"))]
     ready_condition: Json = next((each for each in conditions if each["type"] == "Ready"), {})
     ready = _READINESS.get(as_text(ready_condition.get("status")), observed.NodeReadiness.UNKNOWN)
     labels = as_mapping(metadata.get("labels"))
@@ -253,30 +253,30 @@ def node_view(raw: Json) -> observed.NodeView:
         name=raw["metadata"]["name"],
         ready=ready,
         schedulable=spec.get("unschedulable") is not True,
-        taints=tuple(_taint(each) for each in _items(spec.get("taints"), "taint") if as_text(each.get("key"))),
-        unready_since=None if ready is observed.NodeReadiness.TRUE else _seconds_or_none(ready_condition, _CHANGED),
-        conditions=tuple(_condition(each) for each in conditions if _is_bad(each)),
+        taints=tuple(_taint(each) for each in _list_items(spec.get("taints"), "taint") if as_text(each.get("key"))),
+        unready_since=None if ready is observed.NodeReadiness.TRUE else _parse_seconds(ready_condition, _CHANGED),
+        conditions=tuple(_parse_condition(each) for each in conditions if _is_bad(each)),
         deleting="deletionTimestamp" in metadata,
         provider_id=as_name(spec.get("providerID")),
         labels={
             intern(key): intern(text) for key, text in labels.items() if is_label_read(key) and isinstance(text, str)
         },
-        capacity=_capacity(as_mapping(status.get("allocatable"))),
+        capacity=_parse_capacity(as_mapping(status.get("allocatable"))),
     )
 
 
 def _is_bad(condition: Json) -> bool:
     """Return whether a condition is bad. Others are dropped, so that all healthy nodes have equal views."""
-    return condition["type"] != "Ready" and condition.get("status") == bad_status(condition["type"]).value
+    return condition["type"] != "Ready" and condition.get("status") == get_bad_status(condition["type"]).value
 
 
-def _condition(raw: Json) -> observed.NodeCondition:
+def _parse_condition(raw: Json) -> observed.NodeCondition:
     return observed.NodeCondition(
         type=intern(raw["type"]),
         status=_READINESS[raw["status"]],
         reason=as_text(raw.get("reason"))[:MAX_REASON_CHARACTERS],
         message=as_text(raw.get("message"))[:MAX_MESSAGE_CHARACTERS],
-        since=_seconds_or_none(raw, _CHANGED),
+        since=_parse_seconds(raw, _CHANGED),
     )
 
 
@@ -284,7 +284,7 @@ def _taint(raw: Json) -> observed.Taint:
     return observed.Taint(intern(raw["key"]), intern(as_text(raw.get("value"))), intern(as_text(raw.get("effect"))))
 
 
-def _capacity(allocatable: Json) -> dict[str, int]:
+def _parse_capacity(allocatable: Json) -> dict[str, int]:
     """Parse extended resources that plans read; a device plugin counts them in whole numbers."""
     found = {}
     for name in RESOURCES_READ & allocatable.keys():
@@ -296,7 +296,7 @@ def _capacity(allocatable: Json) -> dict[str, int]:
     return found
 
 
-def _seconds_or_none(part: Json, key: str) -> float | None:
+def _parse_seconds(part: Json, key: str) -> float | None:
     stamp = part.get(key)
     seconds = parse_rfc3339(stamp)
     if stamp and seconds is None:
@@ -304,7 +304,7 @@ def _seconds_or_none(part: Json, key: str) -> float | None:
     return seconds
 
 
-def _items(value: Any, what: str) -> list[Json]:
+def _list_items(value: Any, what: str) -> list[Json]:
     found = value if isinstance(value, list) else []
     if any(not isinstance(each, dict) for each in found):
         _leave_out(what, next(each for each in found if not isinstance(each, dict)))
@@ -319,13 +319,13 @@ def _leave_out(what: str, value: Any) -> None:
         logger.warning("an object has a malformed %s (%s); it is left out, as will be others like it", what, text)
 
 
-def child_record(raw: Json) -> ChildRecord:
+def parse_child(raw: Json) -> ChildRecord:
     """Parse a ConfigMap, PodDisruptionBudget, NetworkPolicy or Service of a job."""
     metadata = raw["metadata"]
     content_hash = as_mapping(metadata.get("annotations")).get(names.ANNOTATION_CONTENT_HASH)
     refused = parse_refused_status(raw)
     status = None if refused is None else read_status(refused, f"{metadata['namespace']}/{metadata['name']}")
-    return ChildRecord(as_text(content_hash), compute_stored_digest(raw), membership_record(raw), status)
+    return ChildRecord(as_text(content_hash), compute_stored_digest(raw), read_membership_record(raw), status)
 
 
 def compute_stored_digest(raw: Json) -> str:
@@ -350,10 +350,10 @@ def _init_state(spec: Json, status: Json) -> InitState:
     """Return the first init container that delays the worker. A failed sidecar (restartPolicy Always) fails no pod."""
     sidecars = {
         as_text(each.get("name"))
-        for each in _items(spec.get("initContainers"), "container")
+        for each in _list_items(spec.get("initContainers"), "container")
         if each.get("restartPolicy") == "Always"
     }
-    for container in _items(status.get("initContainerStatuses"), "container status"):
+    for container in _list_items(status.get("initContainerStatuses"), "container status"):
         state, name = as_mapping(container.get("state")), as_text(container.get("name"))[:MAX_REASON_CHARACTERS]
         ended, held = as_mapping(state.get("terminated")), as_mapping(state.get("waiting"))
         running = state.get("running")
@@ -365,11 +365,11 @@ def _init_state(spec: Json, status: Json) -> InitState:
         if (reason := as_text(held.get("reason"))) not in ("", "PodInitializing"):
             return InitState(name, reason=reason, message=f"init container {name}: {as_text(held.get('message'))}")
         if running is not None and (name not in sidecars or container.get("started") is not True):
-            return InitState(name, since=_seconds_or_none(as_mapping(running), "startedAt"))
+            return InitState(name, since=_parse_seconds(as_mapping(running), "startedAt"))
     return InitState()
 
 
-def _reason_and_message(status: Json, scheduled: Json, worker: Json, init: InitState) -> tuple[str, str]:
+def _find_reason_and_message(status: Json, scheduled: Json, worker: Json, init: InitState) -> tuple[str, str]:
     """Return reason and message of the pod, of the worker, or of the container that delays the worker."""
     if reason := as_text(status.get("reason")):
         return reason, as_text(status.get("message")).strip()  # a kubelet ends its sentence with a space

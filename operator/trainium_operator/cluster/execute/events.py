@@ -64,7 +64,7 @@ class Event:
         return self.regarding.get("uid", ""), self.reason, self.series or self.text
 
 
-def event_of_intent(job: JobView, intent: EventIntent) -> Event:
+def build_event(job: JobView, intent: EventIntent) -> Event:
     """Return the Event of a plan's intent."""
     related = None
     if intent.related_kind is not None:
@@ -73,7 +73,7 @@ def event_of_intent(job: JobView, intent: EventIntent) -> Event:
             related["namespace"] = job.namespace
     return Event(
         namespace=job.namespace,
-        regarding=job_reference(job.namespace, job.name, job.uid),
+        regarding=build_job_reference(job.namespace, job.name, job.uid),
         reason=intent.reason,
         text=intent.note,
         warning=intent.type is EventType.WARNING,
@@ -86,7 +86,7 @@ def write_failed_event(job: JobView | JobRecord, text: str) -> Event:
     """Return the Event of a refused write; texts that differ only in a pod's ordinal are one series."""
     return Event(
         job.namespace,
-        job_reference(job.namespace, job.name, job.uid),
+        build_job_reference(job.namespace, job.name, job.uid),
         Reason.WRITE_FAILED.value,
         text,
         warning=True,
@@ -94,7 +94,7 @@ def write_failed_event(job: JobView | JobRecord, text: str) -> Event:
     )
 
 
-def job_reference(namespace: str, name: str, uid: str) -> dict[str, str]:
+def build_job_reference(namespace: str, name: str, uid: str) -> dict[str, str]:
     """Return the object reference to a TrainingJob, for events."""
     return {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "namespace": namespace, "name": name, "uid": uid}
 
@@ -127,7 +127,7 @@ class EventRecorder:
 
     def record(self, event: Event) -> None:
         """Queue the event, unless the job's limit is used up."""
-        if not self._allowed(event.regarding.get("uid", "")):
+        if not self._is_allowed(event.regarding.get("uid", "")):
             self.dropped += 1
             return
         try:
@@ -156,7 +156,7 @@ class EventRecorder:
         except TimeoutError:
             logger.warning("%d events were not written", self._queue.qsize())
 
-    def _allowed(self, uid: str) -> bool:
+    def _is_allowed(self, uid: str) -> bool:
         now = asyncio.get_running_loop().time()
         bucket = self._buckets[uid] = self._buckets.get(uid) or _Bucket(BUCKET, now)
         bucket.tokens = min(BUCKET, bucket.tokens + (now - bucket.at) / REFILL_SECONDS)
@@ -187,11 +187,11 @@ class EventRecorder:
         name = f"{event.regarding.get('name', 'object')[:200]}.{digest}"
         self._series[identity] = _Series(name, 1, now, now)
         try:
-            await self._api.create(EVENTS, event.namespace, self._body(event, name, now))
+            await self._api.create(EVENTS, event.namespace, self._build_body(event, name, now))
         except AlreadyExistsError:
             return
 
-    def _body(self, event: Event, name: str, now: float) -> Json:
+    def _build_body(self, event: Event, name: str, now: float) -> Json:
         body: Json = {
             "apiVersion": EVENTS.api_version,
             "kind": EVENTS.kind,

@@ -29,10 +29,10 @@ from trainium_operator.cluster.api.resources import (
     WORKLOADS,
     find_resource,
 )
-from trainium_operator.cluster.cache.kueue_views import with_conditions
+from trainium_operator.cluster.cache.kueue_views import set_conditions
 from trainium_operator.cluster.execute.concurrency import MAX_WRITES_PER_JOB, WriteSlots, run_all, run_with_slow_start
 from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimiter, ForceDeleteLimitError
-from trainium_operator.cluster.execute.events import EventRecorder, event_of_intent, write_failed_event
+from trainium_operator.cluster.execute.events import EventRecorder, build_event, write_failed_event
 from trainium_operator.cluster.execute.membership_writes import MembershipWrites
 from trainium_operator.cluster.execute.merge_patch import replace_content
 from trainium_operator.cluster.queue.write_outcomes import check_identity, format_refusal
@@ -53,7 +53,7 @@ from trainium_operator.plan.model.actions import (
     PublishMembership,
     SetQuotaConditions,
 )
-from trainium_operator.plan.model.names import role_object_name
+from trainium_operator.plan.model.names import format_role_object_name
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -113,7 +113,7 @@ class Executor:
         """Execute the plan. Raises the ApiError of the first write that failed."""
         await self._statuses.write(job, plan.status)
         for intent in plan.events:
-            self._recorder.record(event_of_intent(job, intent))
+            self._recorder.record(build_event(job, intent))
         held: errors.ApiError | None = None
         refused: errors.ApiError | None = None
         started = False
@@ -222,7 +222,7 @@ class Executor:
     ) -> Json:
         """Create an object, or replace the content of the job's existing one. Raises NotOursError."""
         name = manifest["metadata"]["name"]
-        if store.entry((job.namespace, name)) is None:
+        if store.get_entry((job.namespace, name)) is None:
             try:
                 created = await self._api.create(resource, job.namespace, manifest)
             except errors.AlreadyExistsError:
@@ -259,7 +259,7 @@ class Executor:
             workloads.observe(current, deleted=False)
             raise errors.ConflictError(f"Workload {action.name} has changed since it was looked at", status=409)
         old = (current.get("status") or {}).get("conditions") or ()
-        status = {"conditions": with_conditions(old, action.conditions, format_rfc3339(self._clock()))}
+        status = {"conditions": set_conditions(old, action.conditions, format_rfc3339(self._clock()))}
         body = {
             "metadata": {"resourceVersion": action.version, "uid": action.uid},
             "status": {**status, "admission": None} if action.returns_quota else status,
@@ -293,7 +293,7 @@ class Executor:
     async def _publish(self, job: JobView, action: PublishMembership) -> None:
         """Compare and swap the record of the membership, then serve it; see PublishMembership."""
         await self._memberships.write(job, action)
-        known = self._caches.jobs.store.entry((job.namespace, job.name))
+        known = self._caches.jobs.store.get_entry((job.namespace, job.name))
         if known is not None and known.uid == job.uid:  # otherwise the job was deleted meanwhile
             self._publisher.publish(job.id, action.membership)
 
@@ -303,7 +303,7 @@ class Executor:
             creations = run_with_slow_start(
                 partial(self._create_pod, job, action, self._caches.other_pods) for action in group
             )
-            await self._outcomes.write(f"{PODS.kind}/{role_object_name(job.name, role)}", job.uid, creations)
+            await self._outcomes.write(f"{PODS.kind}/{format_role_object_name(job.name, role)}", job.uid, creations)
 
     async def _create_pod(self, job: JobView, action: ManifestAction, pods: Lister[PodView]) -> None:
         name = action.manifest["metadata"]["name"]

@@ -54,20 +54,20 @@ class MembershipWrites:
         kept = self.records.store.get((job.namespace, name))
         record = kept.record if kept is not None else None
         written = {part: action.manifest[part] for part in _PARTS & action.manifest.keys()}
-        if record is not None and record.content() == written:
+        if record is not None and record.to_config_map_data() == written:
             record.set_parsed(action.membership)
 
     async def _swap_cached(self, job: JobView, action: PublishMembership) -> Json | None:
         """Replace the cached version without a read; return None if it has changed or is not cached completely."""
         name = action.manifest["metadata"]["name"]
-        known = self.records.store.entry((job.namespace, name))
+        known = self.records.store.get_entry((job.namespace, name))
         record = known.view.record if known is not None and known.owner == job.id else None
         if known is None or record is None or record.holds_more or record.membership is None:
             return None
         if not record.membership.generation == action.replaces < action.membership.generation:
             return None
         try:
-            return await self._merge(job, action, record.content(), str(known.version))
+            return await self._merge(job, action, record.to_config_map_data(), str(known.version))
         except (ConflictError, NotFoundError):
             return None
 

@@ -18,14 +18,14 @@ def replace_content(current: Json, manifest: Json) -> Json:
     patch: Json = {}
     for part in (current.keys() | manifest.keys()) & _CONTENT:
         old, new = current.get(part) or {}, manifest.get(part) or {}
-        patch[part] = _replacement(old, new) if new else None
+        patch[part] = _diff_values(old, new) if new else None
     return patch
 
 
-def _replacement(old: Json, new: Json) -> Json:
+def _diff_values(old: Json, new: Json) -> Json:
     """Return the patch that changes one object into the other; lists and scalars are always replaced whole."""
     patch: Json = dict.fromkeys(old.keys() - new.keys())
     for name, value in new.items():
         before = old.get(name)
-        patch[name] = _replacement(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+        patch[name] = _diff_values(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
     return patch

@@ -23,9 +23,9 @@ from trainium_operator.cluster.api.resources import (
     PODS,
     WORKLOADS,
 )
-from trainium_operator.cluster.cache.ownership import controlling_job
+from trainium_operator.cluster.cache.ownership import find_controlling_job
 from trainium_operator.cluster.cache.parts import as_mapping, as_text
-from trainium_operator.cluster.execute.events import Event, EventRecorder, job_reference
+from trainium_operator.cluster.execute.events import Event, EventRecorder, build_job_reference
 from trainium_operator.plan.model.names import ANNOTATION_JOB_UID
 from trainium_operator.plan.model.reasons import Reason
 
@@ -54,7 +54,7 @@ class OwnerCheck:
         """
         name = current["metadata"]["name"]
         place = f"{resource.kind}/{name}"
-        owner = controlling_job(current)
+        owner = find_controlling_job(current)
         if owner == job.id:
             self.backoff.clear_name_conflict(job.uid, place)
             return False
@@ -96,7 +96,7 @@ class OwnerCheck:
         self._report(job, f"{origin} and becomes this job's")
 
     def _report(self, job: JobView, text: str) -> None:
-        reference = job_reference(job.namespace, job.name, job.uid)
+        reference = build_job_reference(job.namespace, job.name, job.uid)
         self.recorder.record(Event(job.namespace, reference, Reason.ORPHAN_ADOPTED.value, text))
 
 

@@ -77,9 +77,9 @@ class StatusWrites:
             newer = status.replaced(refused_writes=status.refused_writes + 1)
             await self._keep(job, {STATUS_KEY: json.dumps(newer.to_wire()), REFUSAL_KEY: refusal})
 
-    def seconds_until_retry(self, job: JobView) -> float | None:
+    def get_retry_delay(self, job: JobView) -> float | None:
         """Return when the job's refused status may be sent again; None if none was refused."""
-        retry_at = self._backoff.blocked_until(job.uid)
+        retry_at = self._backoff.get_blocked_until(job.uid)
         return max(0.0, retry_at - self._clock()) if retry_at else None
 
     async def refresh(self, job: JobView) -> None:
@@ -91,8 +91,8 @@ class StatusWrites:
 
     async def _send(self, job: JobView, status: TrainingJobStatus) -> str:
         """Write the status; return why it is refused, or empty."""
-        if self._clock() < self._backoff.blocked_until(job.uid):
-            return self._backoff.refusal(job.uid)
+        if self._clock() < self._backoff.get_blocked_until(job.uid):
+            return self._backoff.find_refusal(job.uid)
         try:
             async with asyncio.timeout(SECONDS) as budget:
                 raw = await self._apply(job, pack_internal(status))
@@ -114,8 +114,8 @@ class StatusWrites:
         self._on_refused()
         self._backoff.record_refusal(job.uid, _PLACE, refusal)
         text = (
-            f"The status of this job is {outcome}: it is kept in ConfigMap {names.membership_name(job.name)}, and the "
-            f"operator acts on it. Exempt trainingjobs/status from what refuses or delays it: {refusal}"
+            f"The status of this job is {outcome}: it is kept in ConfigMap {names.format_membership_name(job.name)}, "
+            f"and the operator acts on it. Exempt trainingjobs/status from what refuses or delays it: {refusal}"
         )
         self._recorder.record(write_failed_event(job, text))
         return refusal
@@ -124,7 +124,7 @@ class StatusWrites:
         """Apply the status without undeclared fields; a refusal may name only some of them."""
         version = {"resourceVersion": job.resource_version}
         while True:
-            body = {"metadata": version, "status": self._undeclared.without(status)}
+            body = {"metadata": version, "status": self._undeclared.drop_from(status)}
             try:
                 return await self._api.apply(JOBS, job.namespace, job.name, body, subresource="status", attempts=1)
             except errors.UndeclaredFieldError as error:
@@ -133,7 +133,7 @@ class StatusWrites:
 
     async def _keep(self, job: JobView, data: dict[str, str | None]) -> None:
         """Merge the data into the ConfigMap of the membership, which the first refusal may precede."""
-        name = names.membership_name(job.name)
+        name = names.format_membership_name(job.name)
         manifest = add_labels(build_owned_object(job, "v1", CONFIG_MAPS.kind, name, {}, "membership"), job.labels)
         try:
             current = await self._api.get(CONFIG_MAPS, job.namespace, name)

@@ -30,7 +30,7 @@ _MAX_FIELDS = 256
 _Place = tuple[str, ...]
 
 
-def places_in(refusal: str) -> frozenset[_Place]:
+def find_places(refusal: str) -> frozenset[_Place]:
     """Return the fields that the API server's sentence names, with the entries of a list as one."""
     return frozenset(tuple(_ENTRY.sub("", found).split(".")[1:]) for found in _NAMED.findall(refusal))
 
@@ -44,17 +44,17 @@ class UndeclaredFields:
         self._until = 0.0
         self._reported: frozenset[_Place] = frozenset()
 
-    def without(self, status: Json) -> Json:
+    def drop_from(self, status: Json) -> Json:
         """Return a copy of the status without them."""
         if self._clock() >= self._until:
             self._places = frozenset()
         for place in self._places:
-            status = _without(status, place)
+            status = _drop_place(status, place)
         return status
 
     def learn(self, error: UndeclaredFieldError) -> bool:
         """Add the fields that the refusal names; return False if none is new, so that a retry is useless."""
-        places = self._places | places_in(str(error))
+        places = self._places | find_places(str(error))
         if places == self._places or len(places) > _MAX_FIELDS:
             return False
         self._places, self._until = places, self._clock() + FOR_SECONDS
@@ -65,11 +65,11 @@ class UndeclaredFields:
         return True
 
 
-def _without(value: Any, place: _Place) -> Any:
+def _drop_place(value: Any, place: _Place) -> Any:
     if isinstance(value, list):
-        return [_without(each, place) for each in value]
+        return [_drop_place(each, place) for each in value]
     name, *rest = place
     if not isinstance(value, dict) or name not in value:
         return value
     left = {key: inner for key, inner in value.items() if key != name}
-    return {**left, name: _without(value[name], tuple(rest))} if rest else left
+    return {**left, name: _drop_place(value[name], tuple(rest))} if rest else left

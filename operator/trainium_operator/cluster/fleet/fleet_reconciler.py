@@ -77,15 +77,15 @@ class FleetReconciler:
     def __post_init__(self) -> None:
         self._tainted, self._deleted_provider_ids = BoundedDict(MAX_DELETED), BoundedDict(MAX_DELETED)
         if self.caches.nodes is not None:
-            self.caches.nodes.store.listen(self._node_changed)
-        self.caches.jobs.store.listen(self._job_changed)
+            self.caches.nodes.store.listen(self._handle_node_change)
+        self.caches.jobs.store.listen(self._handle_job_change)
 
     @property
     def machines(self) -> Collection[Machine]:
         """Return the recorded machines, as last read by this process."""
         return self._memory.machines.values() if self._memory is not None else ()
 
-    def current(self) -> FleetView:
+    def get_current_view(self) -> FleetView:
         """Return the view, with the present state of the nodes.
 
         If many nodes turn bad at once, none may be acted on before the number is known.
@@ -170,7 +170,7 @@ class FleetReconciler:
                 nodes=nodes,
                 worker_nodes=carrying,
                 jobs=tuple(
-                    _records(self.caches.with_newest_status(entry.view.view))
+                    _read_records(self.caches.apply_refused_status(entry.view.view))
                     for entry in self.caches.jobs.store.snapshot().values()
                     if entry.view.view is not None
                 ),
@@ -226,21 +226,21 @@ class FleetReconciler:
         done = "taint taken off" if ours is None else f"tainted ({ours.value})"
         logger.warning("node %s: %s", write.node, done, extra={"node": write.node})
 
-    def _node_changed(self, key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
+    def _handle_node_change(self, key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
         if new is None and old is not None and old.view.provider_id:
             self._deleted_provider_ids[key[1]] = old.view.provider_id
         if old is None or new is None or old.view != new.view:
             self._nodes_changed = True
             self.wake()
 
-    def _job_changed(self, _key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
+    def _handle_job_change(self, _key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
         before = old.view.view.status.all_failures if old is not None and old.view.view is not None else ()
         after = new.view.view.status.all_failures if new is not None and new.view.view is not None else ()
         if before != after:
             self.wake()
 
 
-def _records(job: JobView) -> JobRecords:
+def _read_records(job: JobView) -> JobRecords:
     quarantine = job.spec.health.quarantine
     return JobRecords(
         uid=job.uid,

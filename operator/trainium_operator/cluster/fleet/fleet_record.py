@@ -46,7 +46,7 @@ def encode(memory: Memory) -> dict[str, str]:
         key = re.sub(r"[^-._a-zA-Z0-9]+", ".", machine).strip(".")[:_MAX_KEY_CHARACTERS] or "unnamed"
         if key in data:
             key = f"{key[:_MAX_KEY_CHARACTERS]}-{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
-        data[key] = _dump(_fields(entry))
+        data[key] = _dump(_read_fields(entry))
     return data
 
 
@@ -60,9 +60,9 @@ def decode(data: Mapping[str, Any]) -> Memory:
         try:
             found = yaml.load(str(text), Loader=_PlainLoader)  # noqa: S506 - a SafeLoader
             if key == ACCOUNTED:
-                accounted = {str(uid): _finite(at) for uid, at in found.items()}
+                accounted = {str(uid): _parse_finite(at) for uid, at in found.items()}
             else:
-                entry = _machine(key, found)
+                entry = _parse_machine(key, found)
                 machines[entry.machine] = entry
         except _UNREADABLE as error:
             logger.warning("entry %s of the fleet's memory cannot be read (%.200s); it is left out", key, error)
@@ -94,7 +94,7 @@ _UNREADABLE = (
 )  # fmt: skip
 
 
-def _finite(value: Any) -> float:
+def _parse_finite(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{value} is not a time")
@@ -106,7 +106,7 @@ def _dump(fields: dict[str, Any]) -> str:
     return text
 
 
-def _fields(entry: Machine) -> dict[str, Any]:
+def _read_fields(entry: Machine) -> dict[str, Any]:
     fields: dict[str, Any] = {"machine": entry.machine, "node": entry.node, "state": entry.state.value}
     if entry.suspected_by and entry.state is not MachineState.WATCHED:
         fields["for"] = f"namespace {entry.suspected_by}"  # for people only: it follows from the strikes
@@ -123,7 +123,7 @@ def _fields(entry: Machine) -> dict[str, Any]:
     return fields
 
 
-def _machine(key: str, found: dict[str, Any]) -> Machine:
+def _parse_machine(key: str, found: dict[str, Any]) -> Machine:
     state = MachineState(str(found.get("state", MachineState.WATCHED.value)))
     until = parse_rfc3339(found.get("until"))
     if state in (MachineState.QUARANTINED, MachineState.PROBATION) and until is None:
@@ -137,13 +137,13 @@ def _machine(key: str, found: dict[str, Any]) -> Machine:
         state=state,
         until=until,
         quarantines=max(0, int(found.get("quarantines", 0))),
-        strikes=tuple(_strike(str(line)) for line in list(found.get("strikes") or ())[-MAX_STRIKES:]),
+        strikes=tuple(_parse_strike(str(line)) for line in list(found.get("strikes") or ())[-MAX_STRIKES:]),
         judged=parse_rfc3339(found.get("judged")) or 0.0,
         reported=found.get("reported") is True,
     )
 
 
-def _strike(line: str) -> Strike:
+def _parse_strike(line: str) -> Strike:
     at, cause, by = line.split(" ", 2)
     time = parse_rfc3339(at)
     if time is None:

@@ -42,11 +42,11 @@ class CreationBackoff:
         """By job and place: `Kind/name`, with all pods as one."""
         self._name_conflicts: BoundedDict[str, dict[str, str]] = BoundedDict(REMEMBERED)
 
-    def blocked_until(self, job_uid: str) -> float:
+    def get_blocked_until(self, job_uid: str) -> float:
         """Return when something may next be created for the job; 0 if nothing was refused."""
         return max((pause.until for pause in self._pauses.get(job_uid, {}).values()), default=0.0)
 
-    def refusal(self, job_uid: str) -> str:
+    def find_refusal(self, job_uid: str) -> str:
         """Return why the API server refuses an object of the job, pods first; empty if nothing was refused."""
         places: dict[str, _Pause] = self._pauses.get(job_uid, {})
         return next((places[place].message for place in sorted(places, key=lambda place: place != PODS.kind)), "")

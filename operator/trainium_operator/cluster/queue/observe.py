@@ -15,7 +15,7 @@ from trainium_operator.plan.model.observed import (
     Observed,
     PodPhase,
 )
-from trainium_operator.plan.report.write_throttle import only_progress_differs
+from trainium_operator.plan.report.write_throttle import is_only_progress_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +55,7 @@ class Observer:
         `status_written` is when this process last wrote the job's status; 0 when it has not.
         """
         caches = self.caches
-        pods = tuple(sorted(caches.pods.store.owned_by(job.id).values(), key=lambda pod: pod.ordinal))
+        pods = tuple(sorted(caches.pods.store.list_owned_by(job.id).values(), key=lambda pod: pod.ordinal))
         children = {
             f"{kind}/{name}": self.outcomes.find_requested(job, f"{kind}/{name}", record)
             for kind, lister in (
@@ -65,64 +65,64 @@ class Observer:
                 ("Service", caches.services),
             )
             if lister is not None
-            for (_, name), record in lister.store.owned_by(job.id).items()
+            for (_, name), record in lister.store.list_owned_by(job.id).items()
         }
         membership = caches.find_membership(job)
-        pods, other_pods = self.warnings.with_warnings(job, pods), self._other_pods(job)
+        pods, other_pods = self.warnings.add_warnings(job, pods), self._list_other_pods(job)
         return Observed(
             job=job,
             pods=pods,
-            nodes=self._nodes(
+            nodes=self._list_nodes(
                 {pod.node for pod in (*pods, *(other_pods or ())) if pod.node}
-                | _member_nodes(membership)
+                | _list_member_nodes(membership)
                 | set(job.status.avoided_nodes)
             ),
-            agents=dict(self.agents.agents(job.id)),
+            agents=dict(self.agents.list_agents(job.id)),
             membership=membership.membership if membership else None,
-            published=self.agents.published(job.id),
+            published=self.agents.get_published_generation(job.id),
             children=children,
             ca_bundle=self.ca_bundle(),
             # Agents of unknown pods could not send anything, so their silence counts only from then on.
             coordinator_since=max(self.agents.since, caches.namespaces.open_since(job.namespace), self.served_since()),
             now=self.wall_clock(),
-            create_after=self.creation_backoff.blocked_until(job.uid),
-            creation_refusal=self.creation_backoff.refusal(job.uid),
+            create_after=self.creation_backoff.get_blocked_until(job.uid),
+            creation_refusal=self.creation_backoff.find_refusal(job.uid),
             name_conflicts=self.creation_backoff.name_conflicts(job.uid),
             policies_listed=caches.network_policies is not None and caches.network_policies.answered,
-            refusals=self.outcomes.refusals(job.uid),
+            refusals=self.outcomes.list_refusals(job.uid),
             strays=tuple(
                 stray
                 for (namespace, _), stray in sorted(caches.pods.strays.items())
                 if (namespace, stray.job) == (job.namespace, job.name)
             ),
             other_pods=other_pods,
-            endpoints=self.agents.endpoints(job.id),
-            fleet=self.fleet().for_namespace(job.namespace),
-            quota=caches.kueue.quota(job),
-            nodes_wanted_by_gangs=self.gangs.wanted_nodes(job),
-            devices=caches.dra.devices(job, pods, self._usable(job)),
+            endpoints=self.agents.get_endpoints(job.id),
+            fleet=self.fleet().select_for_namespace(job.namespace),
+            quota=caches.kueue.find_quota(job),
+            nodes_wanted_by_gangs=self.gangs.count_wanted_nodes(job),
+            devices=caches.dra.find_devices(job, pods, self._build_node_check(job)),
             status_written=status_written,
         )
 
-    def _other_pods(self, job: JobView) -> tuple[PodView, ...] | None:
+    def _list_other_pods(self, job: JobView) -> tuple[PodView, ...] | None:
         if not self.caches.other_pods.answered:
             return None
-        pods = self.caches.other_pods.store.owned_by(job.id).values()
+        pods = self.caches.other_pods.store.list_owned_by(job.id).values()
         return tuple(sorted(pods, key=lambda pod: (pod.role, pod.ordinal)))
 
-    def _usable(self, job: JobView) -> Callable[[str], bool]:
+    def _build_node_check(self, job: JobView) -> Callable[[str], bool]:
         """Return a check whether a worker of the job could run on a node: ready, not cordoned, of the job's type."""
         nodes, wanted = self.caches.nodes, job.spec.workers.accelerator.instance_type
 
-        def usable(name: str) -> bool:
+        def is_usable(name: str) -> bool:
             view = nodes.store.get(("", name)) if nodes is not None else NodeView(name=name)
             if view is None or not view.schedulable or view.ready is not NodeReadiness.TRUE:
                 return False
             return wanted in (None, view.labels.get(LABEL_INSTANCE_TYPE, wanted))
 
-        return usable
+        return is_usable
 
-    def _nodes(self, wanted: set[str]) -> dict[str, NodeView]:
+    def _list_nodes(self, wanted: set[str]) -> dict[str, NodeView]:
         if self.caches.nodes is None:
             # Nodes are not watched; only pods and heartbeats show failures.
             return {name: NodeView(name=name) for name in wanted}
@@ -131,7 +131,7 @@ class Observer:
         return {name: view for name, view in found if view is not None}
 
 
-def _member_nodes(record: ChildRecord | None) -> set[str]:
+def _list_member_nodes(record: ChildRecord | None) -> set[str]:
     membership = record.membership if record is not None else None
     return set() if membership is None else {member.node_name for member in membership.members}
 
@@ -139,30 +139,30 @@ def _member_nodes(record: ChildRecord | None) -> set[str]:
 def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], limiter: PlanRateLimiter) -> None:
     """Enqueue a job whenever something that its plan can see has changed."""
 
-    def job_changed(key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
+    def handle_job_change(key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
         if old is None or new is None or not _is_unchanged_for_plans(old.view, new.view):
             queue.put(key)
 
-    def child_changed(_key: Key, old: Entry[Any] | None, new: Entry[Any] | None) -> None:
-        if (job := _changed_job(old, new)) is not None:
+    def handle_child_change(_key: Key, old: Entry[Any] | None, new: Entry[Any] | None) -> None:
+        if (job := _find_changed_job(old, new)) is not None:
             limiter.put(job)
 
-    def owned_changed(_key: Key, old: Entry[Any] | None, new: Entry[Any] | None) -> None:
+    def handle_owned_change(_key: Key, old: Entry[Any] | None, new: Entry[Any] | None) -> None:
         entry = new or old
         if entry is not None and entry.owner is not None:
             limiter.put((entry.owner.namespace, entry.owner.name))
 
-    def pod_changed(_key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
-        if (job := _changed_job(old, new)) is None:
+    def handle_pod_change(_key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
+        if (job := _find_changed_job(old, new)) is None:
             return
         namespace, name = job
-        has_generation = caches.config_maps.store.get((namespace, names.membership_name(name))) is not None
+        has_generation = caches.config_maps.store.get((namespace, names.format_membership_name(name))) is not None
         # Until the first generation nothing trains, and the exact count of started pods is not urgent.
-        limiter.put(job, urgent=has_generation or not _only_starts(old, new))
+        limiter.put(job, urgent=has_generation or not _is_only_start(old, new))
 
     on_node: dict[str, dict[Key, Key]] = {}  # node -> worker pod -> job
 
-    def pod_moved(key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
+    def handle_pod_move(key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
         if old is not None and (new is None or new.view.node != old.view.node):
             pods = on_node.get(old.view.node, {})
             pods.pop(key, None)
@@ -171,7 +171,7 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], limiter: PlanRateLi
         if new is not None and new.view.node and new.owner is not None:
             on_node.setdefault(new.view.node, {})[key] = (new.owner.namespace, new.owner.name)
 
-    def node_changed(key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
+    def handle_node_change(key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
         if old is not None and new is not None and old.view == new.view:
             return
         for job in on_node.get(key[1], {}).values():
@@ -184,25 +184,25 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], limiter: PlanRateLi
             for job in on_node.get(node, {}).values():
                 limiter.put(job)
 
-    caches.jobs.store.listen(job_changed)
+    caches.jobs.store.listen(handle_job_change)
     caches.pods.listen_to_strays(limiter.put)
-    caches.pods.store.listen(pod_moved)
-    caches.pods.store.listen(pod_changed)
-    caches.config_maps.store.listen(child_changed)
-    caches.disruption_budgets.store.listen(child_changed)
+    caches.pods.store.listen(handle_pod_move)
+    caches.pods.store.listen(handle_pod_change)
+    caches.config_maps.store.listen(handle_child_change)
+    caches.disruption_budgets.store.listen(handle_child_change)
     if caches.network_policies is not None:
-        caches.network_policies.store.listen(child_changed)
-    caches.services.store.listen(child_changed)
-    caches.other_pods.store.listen(pod_moved)
-    caches.other_pods.store.listen(child_changed)
-    caches.kueue.workloads.store.listen(owned_changed)
-    caches.dra.templates.store.listen(owned_changed)
+        caches.network_policies.store.listen(handle_child_change)
+    caches.services.store.listen(handle_child_change)
+    caches.other_pods.store.listen(handle_pod_move)
+    caches.other_pods.store.listen(handle_child_change)
+    caches.kueue.workloads.store.listen(handle_owned_change)
+    caches.dra.templates.store.listen(handle_owned_change)
     caches.dra.slices.store.listen(slice_changed)
     if caches.nodes is not None:
-        caches.nodes.store.listen(node_changed)
+        caches.nodes.store.listen(handle_node_change)
 
 
-def _changed_job(
+def _find_changed_job(
     old: Entry[PodView] | Entry[ChildRecord] | None, new: Entry[PodView] | Entry[ChildRecord] | None
 ) -> Key | None:
     """Return the job whose plan sees a difference; None if there is none."""
@@ -212,7 +212,7 @@ def _changed_job(
     return entry.owner.namespace, entry.owner.name
 
 
-def _only_starts(old: Entry[PodView] | None, new: Entry[PodView] | None) -> bool:
+def _is_only_start(old: Entry[PodView] | None, new: Entry[PodView] | None) -> bool:
     """Return whether the only change is that a pod was created, bound to a node or started, as expected."""
     if new is None or new.view.deleting or new.view.disrupted or new.view.unschedulable_message:
         return False
@@ -230,4 +230,4 @@ def _is_unchanged_for_plans(old: JobRecord, new: JobRecord) -> bool:
     if old.view is None or new.view is None:
         return False
     moved = replace(old.view, status=new.view.status, resource_version=new.view.resource_version)
-    return moved == new.view and only_progress_differs(old.view.status, new.view.status)
+    return moved == new.view and is_only_progress_change(old.view.status, new.view.status)

@@ -72,14 +72,14 @@ class PodWarnings:
         """Read the newest warning about the first pod of the job that starts slowly, and pods that left the watch."""
         now = self._clock()
         await self._find_strays(job, now)
-        slow = [pod for pod in self._starting(job) if now >= pod.created + SLOW_SECONDS]
+        slow = [pod for pod in self._list_starting_pods(job) if now >= pod.created + SLOW_SECONDS]
         if not slow:
             self._read.pop(job.uid, None)
             return
         if job.uid in self._read and now < self._read[job.uid][0] + PAUSE_SECONDS:
             return
         pod = min(slow, key=lambda pod: pod.ordinal)
-        self._read[job.uid] = (now, await self._warning_about(job.namespace, pod, now))
+        self._read[job.uid] = (now, await self._read_warning(job.namespace, pod, now))
 
     async def _find_strays(self, job: JobView, now: float) -> None:
         """Read the pods of members that vanished: one whose role was removed is not watched any more."""
@@ -94,7 +94,7 @@ class PodWarnings:
         known = [key[1] for key, name in jobs.items() if (key[0], name) == (job.namespace, job.name)]
         for name in {*vanished[-MAX_VANISHED:], *known} - {""}:
             key = (job.namespace, name)
-            if self._pods.store.entry(key) is not None or now < self._read_again_at.get(key, 0.0):
+            if self._pods.store.get_entry(key) is not None or now < self._read_again_at.get(key, 0.0):
                 continue
             self._read_again_at[key] = now + PAUSE_SECONDS
             try:
@@ -108,9 +108,9 @@ class PodWarnings:
             except (ApiError, TimeoutError) as error:
                 logger.info("pod %s is not read: %s", name, error or "no answer")
 
-    def seconds_until_refresh(self, job: JobView) -> float | None:
+    def get_refresh_delay(self, job: JobView) -> float | None:
         """Return the seconds until the next `refresh`; None if no pod is starting."""
-        starting = self._starting(job)
+        starting = self._list_starting_pods(job)
         if not starting:
             return None
         now = self._clock()
@@ -118,7 +118,7 @@ class PodWarnings:
             return max(0.0, self._read[job.uid][0] + PAUSE_SECONDS - now)
         return max(0.0, min(pod.created for pod in starting) + SLOW_SECONDS - now)
 
-    def with_warnings(self, job: JobView, pods: tuple[PodView, ...]) -> tuple[PodView, ...]:
+    def add_warnings(self, job: JobView, pods: tuple[PodView, ...]) -> tuple[PodView, ...]:
         """Return the pods, with the warning as the reason of those that only show that they are starting."""
         _, warning = self._read.get(job.uid, (0.0, _Warning("")))
         if not warning.reason:
@@ -130,10 +130,10 @@ class PodWarnings:
             for pod in pods
         )
 
-    def _starting(self, job: JobView) -> list[PodView]:
-        return [pod for pod in self._pods.store.owned_by(job.id).values() if _is_starting(pod)]
+    def _list_starting_pods(self, job: JobView) -> list[PodView]:
+        return [pod for pod in self._pods.store.list_owned_by(job.id).values() if _is_starting(pod)]
 
-    async def _warning_about(self, namespace: str, pod: PodView, now: float) -> _Warning:
+    async def _read_warning(self, namespace: str, pod: PodView, now: float) -> _Warning:
         fields = f"involvedObject.uid={pod.uid},type=Warning"
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
@@ -141,7 +141,7 @@ class PodWarnings:
         except (ApiError, TimeoutError) as error:
             logger.info("events of pod %s are not read: %s", pod.name, error or "no answer")
             return _Warning(pod.uid)
-        return _newest_warning(pod, as_mappings(page.get("items")), now)
+        return _find_newest_warning(pod, as_mappings(page.get("items")), now)
 
 
 def _is_starting(pod: PodView) -> bool:
@@ -150,9 +150,9 @@ def _is_starting(pod: PodView) -> bool:
     return waits and pod.reason in {"", *STARTING_REASONS} and not pod.init_container
 
 
-def _newest_warning(pod: PodView, events: Iterable[Json], now: float) -> _Warning:
+def _find_newest_warning(pod: PodView, events: Iterable[Json], now: float) -> _Warning:
     """Return the newest warning since the pod got its node."""
-    found = [(at, event) for event in events if (at := _last_seen(event)) > now - FRESH_SECONDS]
+    found = [(at, event) for event in events if (at := _parse_last_seen(event)) > now - FRESH_SECONDS]
     found = [(at, event) for at, event in found if event.get("reason") != "FailedScheduling"]
     if not found:
         return _Warning(pod.uid)
@@ -161,7 +161,7 @@ def _newest_warning(pod: PodView, events: Iterable[Json], now: float) -> _Warnin
     return _Warning(pod.uid, as_text(event.get("reason"))[:64], message)
 
 
-def _last_seen(event: Json) -> float:
+def _parse_last_seen(event: Json) -> float:
     stamps = (
         as_mapping(event.get("series")).get("lastObservedTime"),
         event.get("lastTimestamp"),

@@ -26,9 +26,9 @@ class WaitingGangs:
         self._waiting: dict[Key, set[Key]] = {}
         """Job -> its waiting pods."""
         self._wake = wake
-        pods.store.listen(self._pod_changed)
+        pods.store.listen(self._handle_pod_change)
 
-    def wanted_nodes(self, job: JobView) -> int:
+    def count_wanted_nodes(self, job: JobView) -> int:
         """Return the number of this job's kind of nodes for which gangs of other jobs wait."""
         wanted = 0
         for key, pods in self._waiting.items():
@@ -40,7 +40,7 @@ class WaitingGangs:
                 wanted += len(pods)
         return wanted
 
-    def _pod_changed(self, key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
+    def _handle_pod_change(self, key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
         entry = new or old
         if entry is None or entry.owner is None:
             return

@@ -3,7 +3,7 @@
 Guarantees, each with a test:
 1. A waiting key is in the queue once, however often it is put.
 2. A key is never given to two workers at the same time.
-3. A key that is put while a worker has it is given out again after `done`: no change is missed.
+3. A key that is put while a worker has it is given out again after `mark_done`: no change is missed.
 4. Keys are given out in the order in which they were first put, except for guarantee 7.
 5. `put_after` puts the key once its delay is over; of several delays the earliest wins. A key that is given out loses
    its delay: its reconcile sees everything, and returns when to run again.
@@ -107,15 +107,15 @@ class WorkQueue(Generic[K]):
         """Unmark a key that is quick again, or deleted."""
         self._slow.discard(key)
 
-    def _first(self) -> K | None:
+    def _find_first(self) -> K | None:
         if self._ready and self._ready[0] not in self._slow:
             return self._ready[0]
         has_slow_capacity = sum(key in self._slow for key in self._active) < self._most_slow
         return next((key for key in self._ready if has_slow_capacity or key not in self._slow), None)
 
     async def get(self) -> K:
-        """Wait for the next key; call `done` with it. Raises ClosedError."""
-        while (key := self._first()) is None:
+        """Wait for the next key; call `mark_done` with it. Raises ClosedError."""
+        while (key := self._find_first()) is None:
             if self._closed:
                 raise ClosedError
             wakeup: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -140,7 +140,7 @@ class WorkQueue(Generic[K]):
             pending.cancel()
         return key
 
-    def done(self, key: K) -> None:
+    def mark_done(self, key: K) -> None:
         """Mark the key as done by its worker."""
         self._active.discard(key)
         if key in self._waiting and not self._closed:

@@ -80,7 +80,7 @@ class WriteOutcomes:
         self._refused: BoundedDict[str, BoundedDict[str, _Refused]] = BoundedDict(REMEMBERED)
         self._applied: BoundedDict[str, BoundedDict[str, _Applied]] = BoundedDict(REMEMBERED)
 
-    def refusals(self, job_uid: str) -> Mapping[str, WriteRefusal]:
+    def list_refusals(self, job_uid: str) -> Mapping[str, WriteRefusal]:
         """Return which of the job's objects are not as requested, why, and when they may be written again."""
         places = self._refused.get(job_uid)
         return {} if places is None else {place: refused.refusal for place, refused in places.items()}

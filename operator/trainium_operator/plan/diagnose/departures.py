@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.diagnose.node_failures import find_members_to_move
-from trainium_operator.plan.model.actions import EventIntent, event
+from trainium_operator.plan.model.actions import EventIntent, build_event_intent
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_names
 from trainium_operator.plan.view.facts import Facts, list_joiners
@@ -40,7 +40,7 @@ def build_notice_event(facts: Facts, leaving: list[tuple[Member, Worker]]) -> Ev
     """Return the event of a first interruption notice; it names the node of the first member that leaves."""
     member = leaving[0][0]
     names = format_names(tuple(member_leaving.pod_name for member_leaving, _ in leaving))
-    return event(
+    return build_event_intent(
         Reason.INTERRUPTION_NOTICE,
         f"Node {member.node_name} is about to leave: {facts.node_problems[member.pod_uid]}; {names} trains on until "
         "another worker can take the rank.",
@@ -51,7 +51,7 @@ def build_notice_event(facts: Facts, leaving: list[tuple[Member, Worker]]) -> Ev
 
 def can_continue_without(facts: Facts, leaving: int) -> bool:
     """Return whether the remaining members and the joiners are enough for a legal size."""
-    return facts.size.legal_at_most(len(facts.members) - leaving + len(list_joiners(facts))) > 0
+    return facts.size.find_legal_size(len(facts.members) - leaving + len(list_joiners(facts))) > 0
 
 
 def build_departure(facts: Facts, member: Member, worker: Worker, *, keeps_pod: bool) -> FailedMember:

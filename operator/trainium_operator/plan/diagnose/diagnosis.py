@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.classify import severity
+from trainium_contract.faults.classify import rank_severity
 from trainium_contract.status.conditions import Phase
 from trainium_operator.plan.diagnose.departures import (
     EXIT_MARGIN_SECONDS,
@@ -36,8 +36,8 @@ from trainium_operator.plan.diagnose.silence import (
     collect_evidence,
     detect_silent_agent,
     find_failure_time,
+    find_next_silence_check,
     is_suspect,
-    next_silence_check_at,
 )
 from trainium_operator.plan.diagnose.stragglers import find_straggler_handover
 from trainium_operator.plan.model.observed import NodeReadiness
@@ -112,17 +112,17 @@ def find_failed_members(facts: Facts) -> tuple[tuple[FailedMember, ...], tuple[f
             failed_members.append(failed)
         elif worker is not None and not worker.finished:
             if not is_steady or is_suspect(worker):
-                requeue_at.append(next_silence_check_at(facts, evidence, worker))
+                requeue_at.append(find_next_silence_check(facts, evidence, worker))
             if join_by is not None:
                 requeue_at.append(join_by)
     failed_members = find_handovers(facts, evidence, failed_members or find_culprits(facts)) or find_straggler_handover(
         facts
     )
     if failed_members and len(failed_members) < len(facts.members):
-        failed_members += _finished_peers(facts, {failed.member.pod_uid for failed in failed_members})
-    return tuple(sorted(failed_members, key=lambda failed: (severity(failed.cause), failed.member.node_rank))), tuple(
-        requeue_at
-    )
+        failed_members += _list_finished_peers(facts, {failed.member.pod_uid for failed in failed_members})
+    return tuple(
+        sorted(failed_members, key=lambda failed: (rank_severity(failed.cause), failed.member.node_rank))
+    ), tuple(requeue_at)
 
 
 def _detect_failure(
@@ -152,7 +152,7 @@ def _detect_failure(
     )
 
 
-def _finished_peers(facts: Facts, lost: set[str]) -> list[FailedMember]:
+def _list_finished_peers(facts: Facts, lost: set[str]) -> list[FailedMember]:
     """Return the workers that finished before a peer was lost.
 
     Their processes have ended, so the next generation replaces them.

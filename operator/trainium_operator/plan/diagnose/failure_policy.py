@@ -100,14 +100,14 @@ class StopVerdict:
 def reach_verdict(facts: Facts) -> StopVerdict | None:
     """Return the verdict that follows from what workers report or from the spec, if there is one."""
     return (
-        _verdict_on_size(facts)
-        or _verdict_on_processes(facts)
-        or _verdict_on_preflights(facts)
-        or _verdict_on_pods(facts)
-        or _verdict_on_nodes(facts)
-        or _verdict_on_crashes_before_any_step(facts)
-        or _verdict_on_repeated_crash(facts)
-        or _verdict_on_start_failures(facts)
+        _judge_size(facts)
+        or _judge_processes(facts)
+        or _judge_preflights(facts)
+        or _judge_pods(facts)
+        or _judge_nodes(facts)
+        or _judge_crashes_before_any_step(facts)
+        or _judge_repeated_crash(facts)
+        or _judge_start_failures(facts)
     )
 
 
@@ -151,27 +151,27 @@ def _build_verdict(
     return StopVerdict(reason=reason, cause=cause, message=sentence, pod=pod, node=node)
 
 
-def _verdict_on_size(facts: Facts) -> StopVerdict | None:
+def _judge_size(facts: Facts) -> StopVerdict | None:
     """Stop a job of an impossible size that has never run; a running one keeps its size."""
     if facts.size.desired > 0 or facts.observed.membership is not None:
         return None
     return StopVerdict(reason=facts.size.reason, cause=Cause.USER_ERROR, message=facts.size.message)
 
 
-def _verdict_on_processes(facts: Facts) -> StopVerdict | None:
+def _judge_processes(facts: Facts) -> StopVerdict | None:
     """Return the verdict on the first failure in this generation, by its clock, that asks to stop."""
     stopping = [
         stopping
         for member, heartbeat in facts.heartbeats
-        for stopping in _stopping_failures(facts, heartbeat, member.pod_name, member.node_name)
+        for stopping in _list_stopping_failures(facts, heartbeat, member.pod_name, member.node_name)
     ]
     if not stopping:
         return None
     first = min(stopping, key=lambda each: (each.failure.at, each.failure.rank))
-    return _verdict_on_origin(facts, first, {each.failure.rank: each for each in stopping})
+    return _judge_origin(facts, first, {each.failure.rank: each for each in stopping})
 
 
-def _verdict_on_origin(facts: Facts, first: _StoppingFailure, by_rank: Mapping[int, _StoppingFailure]) -> StopVerdict:
+def _judge_origin(facts: Facts, first: _StoppingFailure, by_rank: Mapping[int, _StoppingFailure]) -> StopVerdict:
     """Return the verdict on the rank that the first report names.
 
     All ranks report a value that one of them has put into a sum.
@@ -179,12 +179,12 @@ def _verdict_on_origin(facts: Facts, first: _StoppingFailure, by_rank: Mapping[i
     classification, failure = first.classification, first.failure
     origin = parse_nonfinite_rank(failure.message) if classification.cause is Cause.NUMERICAL else None
     if origin is None or origin == failure.rank or facts.current is None:
-        return _verdict_on_failure(first)
+        return _judge_failure(first)
     if origin in by_rank:
-        return _verdict_on_failure(by_rank[origin])
+        return _judge_failure(by_rank[origin])
     node_rank = origin // max(1, facts.current.processes_per_node)
     if node_rank >= len(facts.current.members):
-        return _verdict_on_failure(first)
+        return _judge_failure(first)
     member = facts.current.members[node_rank]
     message = (
         f"{classification.sentence}: rank {origin} of pod {member.pod_name} on node {member.node_name}, as rank "
@@ -193,19 +193,21 @@ def _verdict_on_origin(facts: Facts, first: _StoppingFailure, by_rank: Mapping[i
     return _build_classified_verdict(classification, message, member.pod_name, member.node_name)
 
 
-def _verdict_on_preflights(facts: Facts) -> StopVerdict | None:
+def _judge_preflights(facts: Facts) -> StopVerdict | None:
     """Return the verdict on a preflight that found an error which no other node can fix: an invalid configuration."""
     for worker in facts.non_members:
         heartbeat, given_up = worker.heartbeat, find_give_up_failure(facts, worker)
         if heartbeat is not None and given_up is not None and given_up[1].response is Response.STOP:
             failure, classification = given_up
-            return _verdict_on_failure(
+            return _judge_failure(
                 _StoppingFailure(classification, heartbeat, failure, worker.pod.name, worker.pod.node)
             )
     return None
 
 
-def _stopping_failures(facts: Facts, heartbeat: HeartbeatRequest, pod: str, node: str) -> Iterator[_StoppingFailure]:
+def _list_stopping_failures(
+    facts: Facts, heartbeat: HeartbeatRequest, pod: str, node: str
+) -> Iterator[_StoppingFailure]:
     """Yield the failures of this generation that ask to stop.
 
     An agent gave up with one because the first response did not help.
@@ -222,7 +224,7 @@ def _stopping_failures(facts: Facts, heartbeat: HeartbeatRequest, pod: str, node
             yield _StoppingFailure(classification, heartbeat, heartbeat.verdict, pod, node)
 
 
-def _verdict_on_failure(stopping: _StoppingFailure) -> StopVerdict:
+def _judge_failure(stopping: _StoppingFailure) -> StopVerdict:
     classification, failure = stopping.classification, stopping.failure
     after = f" after step {failure.step}" if failure.step > 0 else ""
     events = select_kernel_lines(stopping.heartbeat.kernel, failure.at)
@@ -249,7 +251,7 @@ def _build_classified_verdict(
     return _build_verdict(reason, cause, message, failure=failure, advice=advice, pod=pod, node=node)
 
 
-def _verdict_on_pods(facts: Facts) -> StopVerdict | None:
+def _judge_pods(facts: Facts) -> StopVerdict | None:
     rules = facts.job.spec.recovery.rules
     for worker in facts.workers.values():
         pod = worker.pod
@@ -266,7 +268,7 @@ def _verdict_on_pods(facts: Facts) -> StopVerdict | None:
     return None
 
 
-def _verdict_on_nodes(facts: Facts) -> StopVerdict | None:
+def _judge_nodes(facts: Facts) -> StopVerdict | None:
     """Return the verdict on a node's condition or taint that a rule of the job makes a reason to stop."""
     rules = facts.job.spec.recovery.rules
     for member, worker in facts.members if rules else ():
@@ -279,11 +281,11 @@ def _verdict_on_nodes(facts: Facts) -> StopVerdict | None:
     return None
 
 
-def _verdict_on_crashes_before_any_step(facts: Facts) -> StopVerdict | None:
+def _judge_crashes_before_any_step(facts: Facts) -> StopVerdict | None:
     """Return the verdict on processes that crash before their first step, in a job that has never made one."""
     if facts.has_progress:
         return None
-    for member, failure in _crashed_members(facts):
+    for member, failure in _list_crashed_members(facts):
         if failure.step > 0 or is_killed(failure.exit_code):
             continue
         text = "The training process crashed before its first step and again after a restart:"
@@ -299,7 +301,7 @@ def _build_crash_verdict(text: str, member: Member, failure: ProcessFailure, adv
     )
 
 
-def _verdict_on_repeated_crash(facts: Facts) -> StopVerdict | None:
+def _judge_repeated_crash(facts: Facts) -> StopVerdict | None:
     """Return the verdict on a program that crashes as it did before its worker was replaced, without a new step since.
 
     A program that a signal ended gave no reason, so such crashes are never the same.
@@ -312,7 +314,7 @@ def _verdict_on_repeated_crash(facts: Facts) -> StopVerdict | None:
     ]
     if workload.explains_exits or not replaced:
         return None
-    for member, failure in _crashed_members(facts):
+    for member, failure in _list_crashed_members(facts):
         if failure.exit_code > SIGNAL_BASE:
             continue
         error = failure.message.partition("\n")[0][:_COMPARED_CHARACTERS]
@@ -332,7 +334,7 @@ def _verdict_on_repeated_crash(facts: Facts) -> StopVerdict | None:
     return None
 
 
-def _crashed_members(facts: Facts) -> Iterator[tuple[Member, ProcessFailure]]:
+def _list_crashed_members(facts: Facts) -> Iterator[tuple[Member, ProcessFailure]]:
     """Yield the members whose agents gave up because of a crash."""
     for member, heartbeat in facts.heartbeats:
         failure = heartbeat.verdict
@@ -342,7 +344,7 @@ def _crashed_members(facts: Facts) -> Iterator[tuple[Member, ProcessFailure]]:
             yield member, failure
 
 
-def _verdict_on_start_failures(facts: Facts) -> StopVerdict | None:
+def _judge_start_failures(facts: Facts) -> StopVerdict | None:
     failed = find_start_failures(facts)
     if len(failed) < MAX_START_FAILURES:
         return None
@@ -357,7 +359,7 @@ def _verdict_on_start_failures(facts: Facts) -> StopVerdict | None:
     )
 
 
-def verdict_on_budgets(facts: Facts, status: TrainingJobStatus) -> StopVerdict | None:
+def judge_budgets(facts: Facts, status: TrainingJobStatus) -> StopVerdict | None:
     """Return the verdict that follows from the failures counted so far, including those of this plan."""
     message = describe_exhausted_budget(status.failures, facts.job.spec.recovery, facts.now)
     if message is None:

@@ -13,7 +13,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.failed_member import FailedMember
-from trainium_operator.plan.diagnose.silence import Evidence, find_failure_time, last_step_at
+from trainium_operator.plan.diagnose.silence import Evidence, find_failure_time, find_last_step_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +94,7 @@ def _build_bad_node_failure(
         worker=worker,
         cause=problem.cause,
         # While the fleet is frozen, ranks also train on after a fatal problem.
-        failed_at=min(max(failed_at, last_step_at(facts)), facts.now),
+        failed_at=min(max(failed_at, find_last_step_time(facts)), facts.now),
         message=message,
         force_delete=worker.node_bad,
         can_save=can_save,
@@ -111,4 +111,4 @@ def _is_training(facts: Facts, evidence: Evidence, worker: Worker) -> bool:
     heartbeat = worker.heartbeat
     if heartbeat is None or worker.silent or worker.node_bad or heartbeat.phase is not WorkerPhase.TRAINING:
         return False
-    return not evidence.stalled(facts.now)
+    return not evidence.is_stalled(facts.now)

@@ -20,7 +20,7 @@ from trainium_contract.faults.classify import (
     Classification,
     classify_exit,
     classify_sign,
-    default_responses,
+    get_default_responses,
     match_kernel_line,
     select_kernel_lines,
 )
@@ -92,7 +92,7 @@ def find_culprit(facts: Facts, attempt: int, *, all_reported: bool) -> Culprit |
     Comparisons of all reports wait until no report is missing.
     """
     records = {member.pod_uid: record for member, record in find_restarts(facts, attempt + 1)}
-    reports = tuple(_first_failures(facts, attempt))
+    reports = tuple(_list_first_failures(facts, attempt))
     certain = (
         _find_direct_failure(reports, records)
         or _find_kernel_fault(facts, reports, records)
@@ -126,13 +126,13 @@ def find_repeated_sole_report(
     }
     if len(suspicious) < _MIN_ATTEMPTS:  # checked before the other members' reports
         return None
-    culprits = [_find_only_reporter(tuple(_first_failures(facts, attempt)), {}) for attempt in sorted(suspicious)]
+    culprits = [_find_only_reporter(tuple(_list_first_failures(facts, attempt)), {}) for attempt in sorted(suspicious)]
     failures = [each.failure for each in culprits if each is not None and each.member.pod_uid == member.pod_uid]
     failure = failures[-1] if len(failures) >= _MIN_ATTEMPTS else None
     return None if failure is None else (failure, classify_process_failure(heartbeat, failure, rules))
 
 
-def _first_failures(facts: Facts, attempt: int) -> Iterator[_Report]:
+def _list_first_failures(facts: Facts, attempt: int) -> Iterator[_Report]:
     """Yield one failure of each member, the first one first."""
     rules = facts.job.spec.recovery.rules
     for member, heartbeat in facts.heartbeats:
@@ -190,7 +190,7 @@ def _find_recorded_cause(
         record = records.get(member.pod_uid)
         if record is None or member.pod_uid in indirect or record.cause in _AMBIGUOUS_CAUSES:
             continue
-        if default_responses(record.cause).first in _REPLACING_RESPONSES:
+        if get_default_responses(record.cause).first in _REPLACING_RESPONSES:
             continue
         return Culprit(member=member, cause=record.cause, why=f"stopped ({record.cause.value})", record=record)
     return None
@@ -263,7 +263,11 @@ def find_culprits(facts: Facts) -> list[FailedMember]:
             continue
         culprit = find_culprit(facts, failure.attempt, all_reported=True)
         worker = facts.workers.get(culprit.member.pod_uid) if culprit is not None else None
-        if culprit is None or worker is None or default_responses(culprit.cause).repeated is not Response.REPLACE_NODE:
+        if (
+            culprit is None
+            or worker is None
+            or get_default_responses(culprit.cause).repeated is not Response.REPLACE_NODE
+        ):
             return []
         message = f"pod {culprit.member.pod_name} on node {culprit.member.node_name}: {culprit.why}"
         return [
@@ -271,7 +275,7 @@ def find_culprits(facts: Facts) -> list[FailedMember]:
                 member=culprit.member,
                 worker=worker,
                 cause=culprit.cause,
-                failed_at=_last_seen(facts, worker),
+                failed_at=_find_last_seen(facts, worker),
                 message=message,
             )
         ]
@@ -326,7 +330,7 @@ def _build_loss(
         member=member,
         worker=worker,
         cause=classification.cause,
-        failed_at=_last_seen(facts, worker),
+        failed_at=_find_last_seen(facts, worker),
         message=message,
         blames_node=classification.response is Response.REPLACE_NODE
         if classification.response in _REPLACING_RESPONSES
@@ -334,5 +338,5 @@ def _build_loss(
     )
 
 
-def _last_seen(facts: Facts, worker: Worker) -> float:
+def _find_last_seen(facts: Facts, worker: Worker) -> float:
     return worker.agent.last_seen if worker.agent is not None else facts.now

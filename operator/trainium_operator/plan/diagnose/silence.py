@@ -50,7 +50,7 @@ class Evidence:
     """Whether a witness was seen well after the newest step. A member that was cut off with all others reports no step
     either."""
 
-    def stalled(self, now: float) -> bool:
+    def is_stalled(self, now: float) -> bool:
         """Return whether training stalls and a witness outside the silent members confirms it."""
         return self.stalled_at is not None and now >= self.stalled_at and self.stall_is_confirmed
 
@@ -85,7 +85,7 @@ def explain_silence(evidence: Evidence, member: Member, worker: Worker, now: flo
         return "the other workers wait for it"
     if evidence.has_lost_peer:
         return "another worker lost its connection to a peer"
-    if evidence.stalled(now):
+    if evidence.is_stalled(now):
         return "no worker has made a step since"
     return None
 
@@ -139,10 +139,10 @@ def find_failure_time(facts: Facts, worker: Worker | None) -> float:
     reports = [heartbeat.progress for _, heartbeat in facts.heartbeats if heartbeat.progress is not None]
     if any(not report.training for report in reports):
         return silent_since
-    return min(silent_since, last_step_at(facts) or silent_since)
+    return min(silent_since, find_last_step_time(facts) or silent_since)
 
 
-def last_step_at(facts: Facts) -> float:
+def find_last_step_time(facts: Facts) -> float:
     """Return when the newest reported step ended (Unix seconds); 0 without one."""
     return max(
         (heartbeat.progress.updated for _, heartbeat in facts.heartbeats if heartbeat.progress is not None), default=0.0
@@ -179,7 +179,7 @@ def is_suspect(worker: Worker) -> bool:
     return worker.agent is None or not worker.silent_seconds < SILENCE_REPORTED_SECONDS < worker.timeout
 
 
-def next_silence_check_at(facts: Facts, evidence: Evidence, worker: Worker) -> float:
+def find_next_silence_check(facts: Facts, evidence: Evidence, worker: Worker) -> float:
     """Return when silence could become a failure: at its deadline, then whenever training would count as stalled."""
     deadline = facts.now - worker.silent_seconds + worker.timeout
     if worker.agent is None or not worker.silent:

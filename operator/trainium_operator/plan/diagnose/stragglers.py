@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.public import StragglerStatus
 from trainium_operator.plan.diagnose.failed_member import FailedMember
-from trainium_operator.plan.model.actions import EventIntent, PolicyResult, event
+from trainium_operator.plan.model.actions import EventIntent, PolicyResult, build_event_intent
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import Facts, is_second_choice
 from trainium_operator.plan.view.progress import measure_resize_seconds
@@ -45,7 +45,7 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         return PolicyResult(status=status)
     spec, step = facts.job.spec.recovery.stragglers, facts.last_step
     listed = {entry.pod: entry for entry in status.stragglers}
-    paces = _relative_paces(facts)
+    paces = _compute_relative_paces(facts)
     stragglers: list[StragglerStatus] = []
     events: list[EventIntent] = []
     requeue_at: list[float] = []
@@ -60,13 +60,13 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         if not entry.reported and step - entry.since_step >= spec.persist_steps:
             entry = entry.replaced(reported=True, slowdown=round(ratio, 2))
             message = _describe_straggler(entry, step) + _explain_retention(facts, pod, spec)
-            events.append(event(Reason.STRAGGLER_DETECTED, message, warning=True, pod=pod))
+            events.append(build_event_intent(Reason.STRAGGLER_DETECTED, message, warning=True, pod=pod))
             requeue_at.append(facts.now)  # it is reported first, and the next plan hands its rank over
         stragglers.append(entry)
     for pod, entry in listed.items():
         if entry.reported and pod in paces and all(each.pod != pod for each in stragglers):
             message = f"Pod {pod} on node {entry.node} keeps pace with the others again."
-            events.append(event(Reason.STRAGGLER_RECOVERED, message, pod=pod))
+            events.append(build_event_intent(Reason.STRAGGLER_RECOVERED, message, pod=pod))
     stragglers.sort(key=lambda entry: (-entry.reported, -entry.slowdown, entry.pod))
     status = status.replaced(stragglers=tuple(stragglers[:_MAX_LISTED]))
     return PolicyResult(status=status, events=tuple(events), requeue_at=tuple(requeue_at))
@@ -78,7 +78,11 @@ def find_straggler_handover(facts: Facts) -> list[FailedMember]:
     slow = {entry.pod: entry for entry in facts.job.status.stragglers if entry.reported}
     if not slow or not spec.evict or facts.observed.fleet.frozen or not _trains_steadily(facts):
         return []
-    paces = {pod: ratio for pod, (_, ratio) in _relative_paces(facts).items() if pod in slow and ratio >= spec.slowdown}
+    paces = {
+        pod: ratio
+        for pod, (_, ratio) in _compute_relative_paces(facts).items()
+        if pod in slow and ratio >= spec.slowdown
+    }
     if not paces:
         return []
     slowest = max(paces, key=lambda pod: paces[pod])
@@ -115,7 +119,7 @@ def _trains_steadily(facts: Facts) -> bool:
     return not any(entry.is_open for entry in status.history)
 
 
-def _relative_paces(facts: Facts) -> Mapping[str, tuple[str, float]]:
+def _compute_relative_paces(facts: Facts) -> Mapping[str, tuple[str, float]]:
     """Return pod -> (node, own work relative to the median member's); empty while too few report."""
     own_seconds = {
         member.pod_name: (member.node_name, heartbeat.timing.own_seconds)
@@ -171,8 +175,8 @@ _MIN_SPEEDUP = 1.05
 def is_faster_without_straggler(facts: Facts) -> bool:
     """Return whether the job is faster on fewer nodes than on all of them with the slowest one."""
     status, present = facts.job.status, len(facts.members)
-    size = facts.size.legal_at_most(present - 1)
-    speed = facts.size.speed(size, present)
+    size = facts.size.find_legal_size(present - 1)
+    speed = facts.size.compute_speed(size, present)
     timings = [heartbeat.timing for _, heartbeat in facts.heartbeats if heartbeat.timing is not None]
     if not speed or len(timings) < max(2, present) or not _needs_no_compilation(facts, size):
         return False

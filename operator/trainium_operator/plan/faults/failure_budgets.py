@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Budget, Cause
-from trainium_contract.faults.classify import default_responses, get_budget
+from trainium_contract.faults.classify import get_budget, get_default_responses
 from trainium_contract.faults.responses import Response
 from trainium_operator.backoff import compute_backoff
 from trainium_operator.plan.model.text import format_names
@@ -102,7 +102,7 @@ def _count_incidents(records: Sequence[FailureRecord]) -> int:
 
 
 def _cost_a_worker(record: FailureRecord) -> bool:
-    return bool(record.node) or default_responses(record.cause).first is not Response.RESTART_IN_PLACE
+    return bool(record.node) or get_default_responses(record.cause).first is not Response.RESTART_IN_PLACE
 
 
 def _summarize_records(records: Sequence[FailureRecord]) -> str:

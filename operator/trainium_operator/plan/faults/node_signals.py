@@ -66,7 +66,7 @@ _READ_ELSEWHERE = ("node.kubernetes.io/", names.TAINT_QUARANTINED)
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 
 
-def bad_status(kind: str) -> NodeReadiness:
+def get_bad_status(kind: str) -> NodeReadiness:
     """Return the bad status of a condition of this type."""
     return NodeReadiness.TRUE if is_bad_when_true(kind) else NodeReadiness.FALSE
 
@@ -74,9 +74,9 @@ def bad_status(kind: str) -> NodeReadiness:
 def find_node_problems(node: NodeView, demand: PodRequirements | None = None) -> tuple[NodeProblem, ...]:
     """Return all problems of a node, the worst first; with a demand, also those for that job."""
     problems = [
-        *_readiness_problems(node),
-        *(problem for condition in node.conditions for problem in _condition_problems(condition)),
-        *_capacity_problems(node, demand),
+        *_find_readiness_problems(node),
+        *(problem for condition in node.conditions for problem in _find_condition_problems(condition)),
+        *_find_capacity_problems(node, demand),
         *(problem for taint in node.taints for problem in _taint_problems(taint, demand)),
         *_label_problems(node),
     ]
@@ -87,16 +87,16 @@ def find_node_problems(node: NodeView, demand: PodRequirements | None = None) ->
     return tuple(sorted(problems, key=lambda problem: -problem.severity))
 
 
-def _readiness_problems(node: NodeView) -> Iterator[NodeProblem]:
+def _find_readiness_problems(node: NodeView) -> Iterator[NodeProblem]:
     """Yield a suspicion of a node that is not ready: it may train on, and the worker's silence decides."""
     if node.ready is not NodeReadiness.TRUE:
         text = f"Ready is {node.ready.value}"
         yield NodeProblem(Severity.SUSPECT, Cause.NODE_LOST, "condition Ready", text, node.unready_since)
 
 
-def _condition_problems(condition: NodeCondition) -> Iterator[NodeProblem]:
+def _find_condition_problems(condition: NodeCondition) -> Iterator[NodeProblem]:
     polarity = POLARITIES.get(condition.type)
-    if polarity is None or condition.status is not bad_status(condition.type):
+    if polarity is None or condition.status is not get_bad_status(condition.type):
         return
     cause = classify.find_cause(SignKind.CONDITION, condition.type, condition.reason)
     if cause is None:
@@ -105,7 +105,7 @@ def _condition_problems(condition: NodeCondition) -> Iterator[NodeProblem]:
     yield NodeProblem(polarity.severity, cause, source, reason, condition.since, condition.message)
 
 
-def _capacity_problems(node: NodeView, demand: PodRequirements | None) -> Iterator[NodeProblem]:
+def _find_capacity_problems(node: NodeView, demand: PodRequirements | None) -> Iterator[NodeProblem]:
     """Yield problems of the capacity.
 
     No device at all means that the device plugin is away; fewer than expected means lost devices.
@@ -215,7 +215,7 @@ def _match_signals(
     if not rules:
         return
     for condition in node.conditions:
-        if condition.status is not bad_status(condition.type):
+        if condition.status is not get_bad_status(condition.type):
             continue
         meaning = classify.match_rules(rules, reason=condition.reason, texts=(condition.message,))
         if meaning is not None:

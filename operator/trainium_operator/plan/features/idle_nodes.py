@@ -4,9 +4,9 @@ The scheduler decides what is idle: the job requests extra workers of the lowest
 If another worker needs an extra's node, the scheduler preempts the extra; like a notice on its node, that is a planned
 departure, which saves first.
 
-The job grows onto extras only to a size that saves a pass, after its rest (`growth_resumes_at`), and only where the
-remaining steps repay the growth and the way back. It also waits until the extras have been there for as long as that
-takes to repay: their stay is unknown, so this is the ski rental problem, and the loss is at most twice the least
+The job grows onto extras only to a size that saves a pass, after its rest (`find_growth_resume_time`), and only where
+the remaining steps repay the growth and the way back. It also waits until the extras have been there for as long as
+that takes to repay: their stay is unknown, so this is the ski rental problem, and the loss is at most twice the least
 possible.
 
 Invariants: a job that lacks requested workers requests no extras. Nothing waits for extras. Extras that find no node,
@@ -22,7 +22,7 @@ from trainium_contract.job import IdleNodesStatus, TrainingJobStatus
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.backoff import compute_backoff
-from trainium_operator.plan.membership.growth import compile_seconds, growth_resumes_at, is_worth_growing
+from trainium_operator.plan.membership.growth import compile_seconds, find_growth_resume_time, is_worth_growing
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
@@ -54,9 +54,9 @@ class _Limits:
     available: int
     """Workers that train or can join at once."""
 
-    def best_size(self, facts: Facts, workers: int) -> int:
+    def find_best_size(self, facts: Facts, workers: int) -> int:
         """Return the best size for that many workers, of which `usable` may be extras; at least the requested size."""
-        return max(self.base, facts.size.legal_at_most(min(workers, self.base + self.usable, self.max_size)))
+        return max(self.base, facts.size.find_legal_size(min(workers, self.base + self.usable, self.max_size)))
 
 
 def use_idle_nodes(facts: Facts, status: TrainingJobStatus, failed: frozenset[str]) -> PolicyResult:
@@ -92,9 +92,9 @@ def _choose_size(
 ) -> tuple[int, tuple[float, ...]]:
     """Return the size to work towards, and when to check again (Unix seconds)."""
     if failed:
-        return limits.best_size(facts, limits.available), ()
+        return limits.find_best_size(facts, limits.available), ()
     present = len(facts.members)
-    smaller, larger = limits.best_size(facts, present), limits.best_size(facts, limits.available)
+    smaller, larger = limits.find_best_size(facts, present), limits.find_best_size(facts, limits.available)
     if larger <= max(smaller, present) or not _is_training_steadily(facts, status):
         return smaller, ()
     grow_at = _find_growth_time(facts, status, present, larger)
@@ -110,12 +110,12 @@ def _find_growth_time(facts: Facts, status: PublicStatus, present: int, size: in
         facts, status, present, size, extra_seconds=resize_seconds + compile_seconds(facts, status, size)
     ):
         return None
-    speed = facts.size.speed(present, size)
+    speed = facts.size.compute_speed(present, size)
     since = max(
         (worker.agent.first_seen for worker in list_usable_extras(facts, ()) if worker.agent), default=facts.now
     )
     repaid_at = since + resize_seconds / (1 - speed) if 0 < speed < 1 else since
-    return max(repaid_at, growth_resumes_at(facts, status))
+    return max(repaid_at, find_growth_resume_time(facts, status))
 
 
 def _choose_extras(
@@ -127,7 +127,7 @@ def _choose_extras(
         return _NO_EXTRAS, ()
     alive = [worker for worker in facts.workers.values() if worker.pod.extra and worker.alive]
     bound_extras = sum(bool(worker.pod.node) for worker in alive)
-    useful_extras = facts.size.legal_at_most(min(limits.base + bound_extras, limits.max_size)) - limits.base
+    useful_extras = facts.size.find_legal_size(min(limits.base + bound_extras, limits.max_size)) - limits.base
     useful_bound = max(0, min(useful_extras, bound_extras))
     if any(worker.pod.extra and _has_failed(worker) for worker in facts.non_members):
         return _give_up_request(facts, idle, useful_bound)  # another one would fail there too, and it is not urgent
@@ -141,10 +141,12 @@ def _choose_extras(
     resize_seconds = measure_resize_seconds(status) or 0.0
     if not is_worth_growing(facts, status, present, limits.max_size, extra_seconds=resize_seconds):
         return idle, ()
-    since = max(idle.retry_at or 0.0, growth_resumes_at(facts, status), facts.observed.create_after)
+    since = max(idle.retry_at or 0.0, find_growth_resume_time(facts, status), facts.observed.create_after)
     if facts.now < since:
         return idle, (since,)
-    return idle.replaced(wanted=limit, asked_at=facts.now, retry_at=None), (facts.now + _timeout_seconds(facts),)
+    return idle.replaced(wanted=limit, asked_at=facts.now, retry_at=None), (
+        facts.now + _compute_timeout_seconds(facts),
+    )
 
 
 def _await_extras(
@@ -154,7 +156,7 @@ def _await_extras(
     assert idle.asked_at is not None
     if bound_extras >= wanted:
         return idle.replaced(wanted=useful_bound, asked_at=None), ()
-    deadline = idle.asked_at + _timeout_seconds(facts)
+    deadline = idle.asked_at + _compute_timeout_seconds(facts)
     return (
         (idle.replaced(wanted=wanted), (deadline,))
         if facts.now < deadline
@@ -176,7 +178,7 @@ def _has_failed(worker: Worker) -> bool:
     return not worker.pod.deleting and (worker.has_given_up or worker.pod.phase is PodPhase.FAILED)
 
 
-def _timeout_seconds(facts: Facts) -> float:
+def _compute_timeout_seconds(facts: Facts) -> float:
     """Return how long extras may wait for a node (seconds): as long as the job waits for requested capacity."""
     return float(facts.job.spec.recovery.rescale_after_seconds)
 

@@ -26,8 +26,8 @@ from trainium_contract.status.conditions import ConditionType
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE
 from trainium_operator.plan.manifests.owned_object import build_owned_object
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import PolicyResult, event
-from trainium_operator.plan.model.conditions import find_condition, is_terminal, is_true, with_condition
+from trainium_operator.plan.model.actions import PolicyResult, build_event_intent
+from trainium_operator.plan.model.conditions import find_condition, is_terminal, is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import Facts, Feature, reconcile_object
 
@@ -50,23 +50,23 @@ def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyR
     """Create or update the policy, and report a refusal."""
     observed, ingress = facts.observed, facts.settings.worker_ingress
     if ingress is None:
-        return PolicyResult(status=_without_condition(status))
+        return PolicyResult(status=_remove_condition(status))
     if is_terminal(status) or not observed.pods:
         return PolicyResult(status=status)
-    place = f"{KIND}/{names.network_policy_name(facts.job.name)}"
+    place = f"{KIND}/{names.format_network_policy_name(facts.job.name)}"
     if place not in observed.children and is_on_host_network(facts.job):
-        return PolicyResult(status=_without_condition(status))
+        return PolicyResult(status=_remove_condition(status))
     manifest = build_network_policy(facts.job, ingress)
-    if observed.next_write_at(manifest) is None:
+    if observed.find_next_write(manifest) is None:
         if find_condition(status, _CONDITION) is not None:
-            status = with_condition(status, _CONDITION, True, Reason.POLICY_APPLIED, "", now=facts.now)
+            status = set_condition(status, _CONDITION, True, Reason.POLICY_APPLIED, "", now=facts.now)
         return PolicyResult(status=status)
     if not observed.policies_listed:
         return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,))
     result, refusal = PolicyResult(status=status), observed.refusals.get(place)
     if refusal is not None:
         result = _report_refusal(facts, status, refusal)
-    return result.then(reconcile_object(facts, result.status, manifest))
+    return result.combine(reconcile_object(facts, result.status, manifest))
 
 
 def _report_refusal(facts: Facts, status: TrainingJobStatus, refusal: WriteRefusal) -> PolicyResult:
@@ -74,13 +74,13 @@ def _report_refusal(facts: Facts, status: TrainingJobStatus, refusal: WriteRefus
     reason = refusal.reason
     text = f"others can reach the workers' ports: {refusal.sentence}"
     # False because a name is taken would make the job stalled, but it trains.
-    status = with_condition(status, _CONDITION, None if refusal.name_in_use else False, reason, text, now=facts.now)
+    status = set_condition(status, _CONDITION, None if refusal.name_in_use else False, reason, text, now=facts.now)
     old = find_condition(facts.job.status, _CONDITION)
     is_new = old is None or is_true(facts.job.status, _CONDITION) or old.reason != reason
-    return PolicyResult(status=status, events=(event(reason, text, warning=True),) if is_new else ())
+    return PolicyResult(status=status, events=(build_event_intent(reason, text, warning=True),) if is_new else ())
 
 
-def _without_condition(status: TrainingJobStatus) -> TrainingJobStatus:
+def _remove_condition(status: TrainingJobStatus) -> TrainingJobStatus:
     if find_condition(status, _CONDITION) is None:
         return status
     return status.replaced(conditions=tuple(each for each in status.conditions if each.type is not _CONDITION))
@@ -88,7 +88,7 @@ def _without_condition(status: TrainingJobStatus) -> TrainingJobStatus:
 
 def build_network_policy(job: JobView, ingress: WorkerIngress) -> Json:
     """Build the complete manifest."""
-    peers = {"from": [{"podSelector": {"matchLabels": names.selector_labels(job.name)}}]}
+    peers = {"from": [{"podSelector": {"matchLabels": names.build_selector_labels(job.name)}}]}
     operator = {
         "namespaceSelector": {"matchLabels": {_NAMESPACE_NAME: ingress.operator_namespace}},
         "podSelector": {"matchLabels": dict(ingress.operator_labels)},
@@ -104,7 +104,9 @@ def build_network_policy(job: JobView, ingress: WorkerIngress) -> Json:
         "policyTypes": ["Ingress"],
         "ingress": rules,
     }
-    return build_owned_object(job, API_VERSION, KIND, names.network_policy_name(job.name), {"spec": spec}, "network")
+    return build_owned_object(
+        job, API_VERSION, KIND, names.format_network_policy_name(job.name), {"spec": spec}, "network"
+    )
 
 
 def is_on_host_network(job: JobView) -> bool:

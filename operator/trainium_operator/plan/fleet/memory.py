@@ -143,7 +143,7 @@ def _limit_strikes(strikes: tuple[Strike, ...]) -> tuple[Strike, ...]:
     return strikes
 
 
-def next_quarantine(entry: Machine, now: float) -> Machine | None:
+def compute_next_quarantine(entry: Machine, now: float) -> Machine | None:
     """Return the machine in the quarantine that follows from its strikes; None if nothing new does."""
     recent = [strike for strike in entry.strikes if strike.at > now - DAY_SECONDS]
     new = [strike for strike in recent if strike.at > entry.judged]

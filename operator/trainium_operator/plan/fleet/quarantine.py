@@ -31,10 +31,10 @@ from trainium_operator.plan.fleet.memory import (
     Memory,
     Strike,
     add_strike,
+    compute_next_quarantine,
     expire_strikes,
     limit_machines,
     list_quarantined_machines,
-    next_quarantine,
 )
 from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE, TAINT_QUARANTINED
 from trainium_operator.plan.model.observed import (
@@ -43,7 +43,7 @@ from trainium_operator.plan.model.observed import (
     NodeReadiness,
     NodeView,
     Taint,
-    max_bad_nodes,
+    compute_max_bad_nodes,
 )
 from trainium_operator.plan.model.text import format_names
 
@@ -113,7 +113,7 @@ def plan_fleet(observed: FleetObserved) -> FleetPlan:
     )
     memory = expire_strikes(before, observed.now)
     fleet = _FleetNodes(observed, memory)
-    memory = _with_present_names(observed, fleet, memory)
+    memory = _update_names(observed, fleet, memory)
     frozen = _describe_freeze(len(fleet.find_unusable()), fleet.size)
     memory = _record_faults(observed, fleet, memory, blame=not frozen)
     if not frozen:
@@ -130,7 +130,7 @@ def plan_fleet(observed: FleetObserved) -> FleetPlan:
             suspected=tuple((namespace, _select_quarantined(fleet, memory, namespace)) for namespace in namespaces),
         ),
         taints=() if frozen or not observed.taints_nodes else _plan_taints(observed, fleet, memory, quarantined),
-        requeue_after=_seconds_until_change(observed, fleet, memory),
+        requeue_after=_compute_seconds_until_change(observed, fleet, memory),
         changes=_describe_changes(before, memory),
     )
 
@@ -202,7 +202,7 @@ def _has_devices(node: NodeView) -> bool:
 
 
 def _describe_freeze(bad: int, fleet: int) -> str:
-    if bad <= max_bad_nodes(fleet):
+    if bad <= compute_max_bad_nodes(fleet):
         return ""
     return (
         f"{bad} of {fleet} nodes are bad at once, more than {MAX_BAD_SHARE:.0%}: no worker is moved away from a node "
@@ -210,7 +210,7 @@ def _describe_freeze(bad: int, fleet: int) -> str:
     )
 
 
-def _with_present_names(observed: FleetObserved, fleet: _FleetNodes, memory: Memory) -> Memory:
+def _update_names(observed: FleetObserved, fleet: _FleetNodes, memory: Memory) -> Memory:
     """Return the memory with each machine's present node name, if it returned under another one."""
     renamed = {
         machine: replace(entry, node=min(names))
@@ -278,14 +278,14 @@ def _put_in_quarantine(observed: FleetObserved, fleet: _FleetNodes, memory: Memo
         )
     for machine in sorted(machines, key=lambda name: (-len(machines[name].strikes), name)):
         entry = machines[machine]
-        verdict = next_quarantine(entry, observed.now)
+        verdict = compute_next_quarantine(entry, observed.now)
         if verdict is None:
             continue
         nodes, quarantined_nodes = (
             fleet.find_names(frozenset({machine})),
             nodes_by_namespace.get(entry.suspected_by, frozenset()),
         )
-        if nodes <= quarantined_nodes or len(quarantined_nodes | nodes) <= max_bad_nodes(fleet.size):
+        if nodes <= quarantined_nodes or len(quarantined_nodes | nodes) <= compute_max_bad_nodes(fleet.size):
             machines[machine] = verdict
             nodes_by_namespace[entry.suspected_by] = quarantined_nodes | nodes
     return replace(memory, machines=machines)
@@ -303,7 +303,7 @@ def _select_quarantined(fleet: _FleetNodes, memory: Memory, namespace: str) -> f
         entries, key=lambda machine: (machine.until is not None, -len(machine.strikes), machine.machine)
     ):
         names = fleet.find_names(frozenset({entry.machine}))
-        if len(selected | names) <= max_bad_nodes(fleet.size):
+        if len(selected | names) <= compute_max_bad_nodes(fleet.size):
             selected |= names
     return selected
 
@@ -321,7 +321,7 @@ def _plan_taints(
     return tuple(taints)
 
 
-def _seconds_until_change(observed: FleetObserved, fleet: _FleetNodes, memory: Memory) -> float | None:
+def _compute_seconds_until_change(observed: FleetObserved, fleet: _FleetNodes, memory: Memory) -> float | None:
     times = [*fleet.problems_count_at, *(entry.until for entry in memory.machines.values() if entry.until is not None)]
     future = [at for at in times if at > observed.now]
     return min(future) - observed.now if future else None

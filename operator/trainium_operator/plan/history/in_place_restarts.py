@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.classify import severity
+from trainium_contract.faults.classify import rank_severity
 from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.process_failures import Culprit, find_culprit, find_restarts
@@ -105,7 +105,7 @@ def _describe_restart(facts: Facts, attempt: int, culprit: Culprit | None) -> tu
         )
         prefix = _describe_victims(victims, len(facts.members))
         return (
-            min(causes, key=severity, default=Cause.PEER_LOST),
+            min(causes, key=rank_severity, default=Cause.PEER_LOST),
             f"the processes restarted in place; {prefix}none reported a failure, so no worker is blamed",
         )
     who = f"rank {culprit.failure.rank} in" if culprit.failure else "a process of"

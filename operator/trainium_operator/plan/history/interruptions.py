@@ -75,7 +75,7 @@ def open_interruption(
     return status.replaced(failures=record_failure(status.failures, failure, recovery))
 
 
-def with_valid_counts(status: TrainingJobStatus) -> TrainingJobStatus:
+def correct_counts(status: TrainingJobStatus) -> TrainingJobStatus:
     """Return the status without negative counts and with their sum as the total, also after an edit."""
     by_cause = {name: max(0, count) for name, count in status.restarts.by_cause.items()}
     valid = status.restarts.replaced(total=sum(by_cause.values()), by_cause=by_cause)
@@ -88,7 +88,7 @@ def _count_interruption(status: TrainingJobStatus, cause: Cause) -> TrainingJobS
         # The API server would refuse every later status with one key more than the definition allows.
         by_cause = {name: count for name, count in by_cause.items() if name in _CAUSES}
     by_cause[cause.value] = by_cause.get(cause.value, 0) + 1
-    return with_valid_counts(status.replaced(restarts=status.restarts.replaced(by_cause=by_cause)))
+    return correct_counts(status.replaced(restarts=status.restarts.replaced(by_cause=by_cause)))
 
 
 def find_first_rank(facts: Facts, pod: str) -> int | None:
@@ -100,7 +100,7 @@ def find_first_rank(facts: Facts, pod: str) -> int | None:
     return None if place is None else place * facts.current.processes_per_node
 
 
-def entry_identity(entry: Interruption) -> tuple[int, int, str, str, bool]:
+def get_identity(entry: Interruption) -> tuple[int, int, str, str, bool]:
     """Return what identifies an entry while its other fields change."""
     return (entry.generation, entry.attempt, entry.time, entry.pod, entry.response is RecoveryResponse.IN_PLACE)
 
@@ -135,12 +135,14 @@ def record_failed_members(
         return status
     generation = facts.current.generation
     if find_open_membership_entry(status, generation) is not None:
-        return status.replaced(failures=_with_suspects(facts, status, failed_members))
+        return status.replaced(failures=_add_suspects(facts, status, failed_members))
     if status.membership.generation != generation:
         return status
     first = failed_members[0]
     others = (
-        "" if len(failed_members) == 1 else f"; {len(failed_members)} workers: {format_names(_names(failed_members))}"
+        ""
+        if len(failed_members) == 1
+        else f"; {len(failed_members)} workers: {format_names(_list_names(failed_members))}"
     )
     status = open_interruption(
         facts,
@@ -152,14 +154,14 @@ def record_failed_members(
         member=first.member,
         suspected_node=first.suspected_node,
     )
-    return status.replaced(failures=_with_suspects(facts, status, failed_members), waiting_since=facts.now)
+    return status.replaced(failures=_add_suspects(facts, status, failed_members), waiting_since=facts.now)
 
 
-def _with_suspects(
+def _add_suspects(
     facts: Facts, memory: InternalStatus, failed_members: tuple[FailedMember, ...]
 ) -> tuple[FailureRecord, ...]:
     """Return the failures with the suspected nodes of all workers that failed together, without duplicates."""
-    names = frozenset(_names(failed_members))
+    names = frozenset(_list_names(failed_members))
     recovery, recorded = facts.job.spec.recovery, {record.pod for record in memory.failures if record.node}
     failures = memory.failures
     for failed in failed_members[:MAX_SUSPECTS]:
@@ -172,5 +174,5 @@ def _with_suspects(
     return failures
 
 
-def _names(failed_members: tuple[FailedMember, ...]) -> tuple[str, ...]:
+def _list_names(failed_members: tuple[FailedMember, ...]) -> tuple[str, ...]:
     return tuple(failed.member.pod_name for failed in failed_members)

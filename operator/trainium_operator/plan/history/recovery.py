@@ -16,7 +16,7 @@ from trainium_contract.status.interruptions import PLANNED_RESPONSES, Interrupti
 from trainium_contract.wire.messages import Progress, RestartRecord, WorkerPhase
 from trainium_operator.plan.history.interruptions import open_interruption, replace_entry
 from trainium_operator.plan.model.text import format_sentence
-from trainium_operator.plan.view.facts import current_heartbeats
+from trainium_operator.plan.view.facts import select_current_heartbeats
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
             continue
         if not facts.job.spec.workload.reports_each_step:
             entry = entry.replaced(  # noqa: PLW2901
-                step_before=max([entry.step_before, *_steps_before(facts, entry)]),
+                step_before=max([entry.step_before, *_count_steps_before(facts, entry)]),
                 message=_describe_kill(facts, entry),
             )
             status = replace_entry(status, index, entry)
@@ -94,7 +94,7 @@ def _awaits_first_step(facts: Facts, entry: Interruption) -> bool:
     )
 
 
-def _steps_before(facts: Facts, entry: Interruption) -> list[int]:
+def _count_steps_before(facts: Facts, entry: Interruption) -> list[int]:
     """Return the steps of ranks that an open interruption has not ended yet.
 
     A program may train until it is asked to stop, and repeats what it has not saved. An agent shows the last step of
@@ -148,7 +148,7 @@ def release_generation(facts: Facts, status: TrainingJobStatus) -> TrainingJobSt
     if released is None:
         return status
     # The status gives the generation up at once, while its agents report until their pods end.
-    facts = replace(facts, current=released, heartbeats=current_heartbeats(facts.observed, released))
+    facts = replace(facts, current=released, heartbeats=select_current_heartbeats(facts.observed, released))
     if not _was_killed(facts, released.generation):
         return status
     newest = status.history[-1] if status.history else None
@@ -159,7 +159,7 @@ def release_generation(facts: Facts, status: TrainingJobStatus) -> TrainingJobSt
         )
         status = close_abandoned(facts, status)
     entry = status.history[-1]
-    step_before = max([entry.step_before, *_steps_before(facts, entry)])
+    step_before = max([entry.step_before, *_count_steps_before(facts, entry)])
     return replace_entry(status, len(status.history) - 1, entry.replaced(step_before=step_before))
 
 
@@ -213,7 +213,7 @@ def _redate(entry: Interruption, resumed: _Resumption, now: float) -> Interrupti
 
 def _find_recorded_resumption(facts: Facts, entry: Interruption) -> _Resumption | None:
     """Return the agents' record of the restart that ended this interruption."""
-    records = [record for record in _later_records(facts, entry) if record.resumed_at is not None]
+    records = [record for record in _list_later_records(facts, entry) if record.resumed_at is not None]
     if not facts.job.spec.workload.reports_each_step and facts.has_reported_steps:
         # Ranks without steps count as resumed when they run again; the rank with the steps has the better time.
         records = [record for record in records if record.step_before >= 0]
@@ -229,7 +229,7 @@ def _find_recorded_resumption(facts: Facts, entry: Interruption) -> _Resumption 
     )
 
 
-def _later_records(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]:
+def _list_later_records(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]:
     """Yield records of the current generation, if possible by agents whose clocks are in sync.
 
     Records of older generations are never completed.
@@ -244,7 +244,7 @@ def _later_records(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]
 
 def _find_observed_resumption(facts: Facts, entry: Interruption) -> _Resumption | None:
     """Return the first heartbeat after the interruption with a new step, if no agent's record is pending."""
-    if any(record.resumed_at is None for record in _later_records(facts, entry)):
+    if any(record.resumed_at is None for record in _list_later_records(facts, entry)):
         return None
     for _, heartbeat in facts.heartbeats:
         is_later = (heartbeat.generation, heartbeat.attempt) > (entry.generation, entry.attempt)

@@ -22,8 +22,8 @@ from trainium_contract.status.failed_spec import FailedSpecStatus, compare_faile
 from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, find_first_rank
-from trainium_operator.plan.model.actions import DeleteJob, DeletePod, PolicyResult, event
-from trainium_operator.plan.model.conditions import is_true, with_condition
+from trainium_operator.plan.model.actions import DeleteJob, DeletePod, PolicyResult, build_event_intent
+from trainium_operator.plan.model.conditions import is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.workers import build_deletion
 
@@ -51,7 +51,7 @@ def have_all_finished(facts: Facts) -> bool:
     return facts.current is not None and all(worker is not None and worker.finished for _, worker in facts.members)
 
 
-def at_end(facts: Facts) -> Facts:
+def rewind_to_end(facts: Facts) -> Facts:
     """Return the facts as of the end of the last member, which may be before this operator started."""
     ends = [worker.pod.finished for _, worker in facts.members if worker is not None and worker.ended]
     known_ends = [at for at in ends if at is not None]
@@ -67,12 +67,12 @@ def complete(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     message = f"all {status.progress.total_steps or step} steps are done"
     if not facts.job.spec.workload.reports_each_step:
         message = f"the program ended with code 0 on all workers{f', after step {step}' if step else ''}"
-    status = with_condition(status, ConditionType.COMPLETE, True, Reason.COMPLETED, message, now=facts.now)
+    status = set_condition(status, ConditionType.COMPLETE, True, Reason.COMPLETED, message, now=facts.now)
     if is_true(status, ConditionType.FAILURE_TARGET):
         kind = ConditionType.FAILURE_TARGET
-        status = with_condition(status, kind, False, Reason.COMPLETED, "its ranks finished before", now=facts.now)
-    status = _with_end(facts, status.replaced(phase=Phase.COMPLETED), Reason.COMPLETED)
-    return PolicyResult(status=status).then(clean_up(facts, status))
+        status = set_condition(status, kind, False, Reason.COMPLETED, "its ranks finished before", now=facts.now)
+    status = _set_end(facts, status.replaced(phase=Phase.COMPLETED), Reason.COMPLETED)
+    return PolicyResult(status=status).combine(clean_up(facts, status))
 
 
 def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> PolicyResult:
@@ -89,15 +89,15 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Polic
         step_before=facts.last_step,
         rank=find_first_rank(facts, verdict.pod),
     )
-    status = with_condition(status, ConditionType.FAILED, True, verdict.reason, verdict.message, now=facts.now)
+    status = set_condition(status, ConditionType.FAILED, True, verdict.reason, verdict.message, now=facts.now)
     status = status.replaced(
         phase=Phase.FAILED,
         verdict=verdict.message,
         history=(*status.history, entry)[-HISTORY_LENGTH:],
         failed_spec=record_failed_spec(facts.job.spec.to_wire()),
     )
-    status = _with_end(facts, status, verdict.reason)
-    return PolicyResult(status=status).then(clean_up(facts, status))
+    status = _set_end(facts, status, verdict.reason)
+    return PolicyResult(status=status).combine(clean_up(facts, status))
 
 
 def build_termination_status(observed: Observed) -> TrainingJobStatus:
@@ -110,7 +110,7 @@ def build_termination_status(observed: Observed) -> TrainingJobStatus:
     message = f"the job is being deleted; it waits for: {', '.join(blockers) or 'the API server'}"
     status = job.status.replaced(phase=Phase.TERMINATING)
     for kind in (ConditionType.RUNNING, ConditionType.RECOVERING, ConditionType.RESIZING):
-        status = with_condition(status, kind, False, Reason.TERMINATING, message, now=observed.now)
+        status = set_condition(status, kind, False, Reason.TERMINATING, message, now=observed.now)
     heartbeats = [agent.heartbeat for uid, agent in observed.agents.items() if uid in present and agent.heartbeat]
     training = sum(heartbeat.phase is WorkerPhase.TRAINING for heartbeat in heartbeats)
     return status.replaced(ready_replicas=training, spares=0)
@@ -124,7 +124,7 @@ def record_spec_change(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         return PolicyResult(status=status)
     status = status.replaced(failed_spec=_compare_spec(facts, status.failed_spec))
     text = f"The failed job was changed. What it says now counts when it runs again: kubectl trn retry {facts.job.name}"
-    return PolicyResult(status=status, events=(event(Reason.SPEC_CHANGED, text),))
+    return PolicyResult(status=status, events=(build_event_intent(Reason.SPEC_CHANGED, text),))
 
 
 def _compare_spec(facts: Facts, record: FailedSpecStatus | None) -> FailedSpecStatus | None:
@@ -188,7 +188,7 @@ def _find_log_deadline(facts: Facts, status: PublicStatus) -> float:
     return 0.0 if ended_at is None or ended_at > facts.now else ended_at + _VERDICT_POD_SECONDS
 
 
-def _with_end(facts: Facts, status: TrainingJobStatus, reason: Reason) -> TrainingJobStatus:
+def _set_end(facts: Facts, status: TrainingJobStatus, reason: Reason) -> TrainingJobStatus:
     ended_conditions = (
         ConditionType.RUNNING,
         ConditionType.RECOVERING,
@@ -196,7 +196,7 @@ def _with_end(facts: Facts, status: TrainingJobStatus, reason: Reason) -> Traini
         ConditionType.PODS_READY,
     )
     for kind in (*ended_conditions, ConditionType.ADMITTED):
-        status = with_condition(status, kind, False, reason, "the job has ended", now=facts.now)
+        status = set_condition(status, kind, False, reason, "the job has ended", now=facts.now)
     return status.replaced(
         completion_time=format_rfc3339(facts.now),
         ready_replicas=0,

@@ -23,7 +23,7 @@ from trainium_operator.plan.diagnose.failure_policy import StopVerdict
 from trainium_operator.plan.faults.failure_budgets import list_avoided_nodes
 from trainium_operator.plan.lifecycle.completion import stop
 from trainium_operator.plan.model.actions import PolicyResult
-from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, with_condition
+from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_sentence
 from trainium_operator.plan.view.facts import count_other_pods
@@ -54,19 +54,19 @@ def suspend(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     if workers:
         verbs = "saves and leaves" if len(workers) == 1 else "save and leave"
         message = f"{pluralize(len(workers), 'worker')} {verbs}"
-        status = with_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
+        status = set_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
     elif others := count_other_pods(facts):
         message = f"{pluralize(others, 'pod')} of its roles {'leaves' if others == 1 else 'leave'}"
-        status = with_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
+        status = set_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
     else:
-        status = with_condition(status, kind, True, Reason.SUSPENDED, "all nodes are released", now=facts.now)
-    status = with_condition(status, ConditionType.RESIZING, False, Reason.SUSPENDED, "", now=facts.now)
-    return released.with_status(status)
+        status = set_condition(status, kind, True, Reason.SUSPENDED, "all nodes are released", now=facts.now)
+    status = set_condition(status, ConditionType.RESIZING, False, Reason.SUSPENDED, "", now=facts.now)
+    return released.replace_status(status)
 
 
 def clear_suspended(facts: Facts, status: StatusT) -> StatusT:
     """Report that the job is not suspended."""
-    return with_condition(status, ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED, "", now=facts.now)
+    return set_condition(status, ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED, "", now=facts.now)
 
 
 _ADVICE = {
@@ -95,9 +95,9 @@ def watch_deadlines(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         if limit is None:
             continue
         if facts.now >= since + limit:
-            message = _deadline_message(status, reason, limit)
+            message = _describe_deadline(status, reason, limit)
             kind = ConditionType.FAILURE_TARGET
-            return PolicyResult(status=with_condition(status, kind, True, reason, message, now=facts.now))
+            return PolicyResult(status=set_condition(status, kind, True, reason, message, now=facts.now))
         requeue_at.append(since + limit)
     return PolicyResult(status=status, requeue_at=tuple(requeue_at))
 
@@ -124,7 +124,7 @@ def _waits_for_queue(status: PublicStatus) -> bool:
     return status.membership.size == 0 and admitted is not None and admitted.reason == Reason.WAITING_FOR_QUEUE
 
 
-def _deadline_message(status: PublicStatus, reason: Reason, limit: int) -> str:
+def _describe_deadline(status: PublicStatus, reason: Reason, limit: int) -> str:
     if reason is Reason.DEADLINE_EXCEEDED:
         return f"The job has been active for {limit} s, as long as activeDeadlineSeconds allows."
     kinds = (ConditionType.PODS_READY, ConditionType.ADMITTED, ConditionType.ROLES_READY, ConditionType.RUNNING)

@@ -37,7 +37,7 @@ class AvoidedNodes:
     """Nodes that are used only if no other is left."""
 
 
-def with_affinity(spec: Json, job: JobView, settings: PlanSettings) -> Json:
+def add_affinity(spec: Json, job: JobView, settings: PlanSettings) -> Json:
     """Add affinity between the job's workers, if nodes carry the labels and the job asks for it.
 
     Required means one domain of the widest layer; the nearer layers are always preferences.
@@ -45,7 +45,7 @@ def with_affinity(spec: Json, job: JobView, settings: PlanSettings) -> Json:
     topology = job.spec.scheduling.topology
     if topology is Topology.IGNORED:
         return spec
-    term: Json = {"labelSelector": {"matchLabels": names.selector_labels(job.name)}}
+    term: Json = {"labelSelector": {"matchLabels": names.build_selector_labels(job.name)}}
     preferred = [
         {"weight": _WEIGHTS[layer], "podAffinityTerm": {**term, "topologyKey": layer}}
         for layer in LAYERS
@@ -55,31 +55,31 @@ def with_affinity(spec: Json, job: JobView, settings: PlanSettings) -> Json:
     affinity = spec.get("affinity") or {}
     for field, terms in ((_REQUIRED, required), (_PREFERRED, preferred)):
         if terms:
-            affinity = _with_terms(affinity, "podAffinity", field, *terms)
+            affinity = _add_terms(affinity, "podAffinity", field, *terms)
     return {**spec, "affinity": affinity} if required or preferred else spec
 
 
-def with_anti_affinity(affinity: Json, job: str) -> Json:
+def add_anti_affinity(affinity: Json, job: str) -> Json:
     """Return the affinity of a worker that shares its node with no other worker of the job."""
-    term = {"labelSelector": {"matchLabels": names.selector_labels(job)}, "topologyKey": LABEL_HOST}
-    return _with_terms(affinity, "podAntiAffinity", _REQUIRED, term)
+    term = {"labelSelector": {"matchLabels": names.build_selector_labels(job)}, "topologyKey": LABEL_HOST}
+    return _add_terms(affinity, "podAntiAffinity", _REQUIRED, term)
 
 
-def with_excluded_nodes(affinity: Json, avoided: AvoidedNodes) -> Json:
+def exclude_nodes(affinity: Json, avoided: AvoidedNodes) -> Json:
     """Return the affinity of a new pod with the avoided nodes."""
     if avoided.required:
         nodes = affinity.get("nodeAffinity") or {}
         # Only one of several terms must hold, so each must exclude the nodes.
         terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
-        excluded = {"nodeSelectorTerms": [_with_expression(term, avoided.required) for term in terms]}
+        excluded = {"nodeSelectorTerms": [_add_expression(term, avoided.required) for term in terms]}
         affinity = {**affinity, "nodeAffinity": {**nodes, _REQUIRED: excluded}}
     if avoided.preferred:
-        preference = {"weight": 100, "preference": _with_expression({}, avoided.preferred)}
-        affinity = _with_terms(affinity, "nodeAffinity", _PREFERRED, preference)
+        preference = {"weight": 100, "preference": _add_expression({}, avoided.preferred)}
+        affinity = _add_terms(affinity, "nodeAffinity", _PREFERRED, preference)
     return affinity
 
 
-def with_unit(pod: Json, unit: str, topology_key: str) -> Json:
+def assign_unit(pod: Json, unit: str, topology_key: str) -> Json:
     """Return the pod as part of this unit, on nodes with this label."""
     metadata = {**pod["metadata"], "labels": {**pod["metadata"]["labels"], LABEL_UNIT: unit}}
     same: Json = {"labelSelector": {"matchLabels": {LABEL_UNIT: unit}}, "topologyKey": topology_key}
@@ -90,17 +90,17 @@ def with_unit(pod: Json, unit: str, topology_key: str) -> Json:
         "namespaceSelector": {},
         "topologyKey": topology_key,
     }
-    affinity = _with_terms(pod["spec"].get("affinity") or {}, "podAffinity", _REQUIRED, same)
-    affinity = _with_terms(affinity, "podAntiAffinity", _REQUIRED, others)
+    affinity = _add_terms(pod["spec"].get("affinity") or {}, "podAffinity", _REQUIRED, same)
+    affinity = _add_terms(affinity, "podAntiAffinity", _REQUIRED, others)
     return {**pod, "metadata": metadata, "spec": {**pod["spec"], "affinity": affinity}}
 
 
-def _with_terms(affinity: Json, kind: str, field: str, *terms: Json) -> Json:
+def _add_terms(affinity: Json, kind: str, field: str, *terms: Json) -> Json:
     """Return the affinity with further terms in the list `field` of this kind."""
     old = affinity.get(kind) or {}
     return {**affinity, kind: {**old, field: [*(old.get(field) or []), *terms]}}
 
 
-def _with_expression(term: Json, nodes: tuple[str, ...]) -> Json:
+def _add_expression(term: Json, nodes: tuple[str, ...]) -> Json:
     expression = {"key": LABEL_HOST, "operator": "NotIn", "values": list(nodes)}
     return {**term, "matchExpressions": [*(term.get("matchExpressions") or []), expression]}

@@ -33,7 +33,9 @@ def build_config_map(job: JobView, ca_bundle: str) -> Json:
     rules = job.spec.recovery.rules
     if rules:
         data[RULES_NAME] = json.dumps([rule.to_wire() for rule in rules], indent=2, sort_keys=True) + "\n"
-    return build_owned_object(job, "v1", "ConfigMap", names.config_name(job.name), {"data": data}, "configuration")
+    return build_owned_object(
+        job, "v1", "ConfigMap", names.format_config_name(job.name), {"data": data}, "configuration"
+    )
 
 
 def build_membership_map(job: JobView, membership: Membership) -> Json:
@@ -41,7 +43,7 @@ def build_membership_map(job: JobView, membership: Membership) -> Json:
     text = json.dumps(membership.to_wire(), sort_keys=True)
     packed = base64.b64encode(gzip.compress(text.encode(), compresslevel=4, mtime=0)).decode()
     content: Json = {"binaryData": {MEMBERSHIP_KEY: packed}}
-    return build_owned_object(job, "v1", "ConfigMap", names.membership_name(job.name), content, "membership")
+    return build_owned_object(job, "v1", "ConfigMap", names.format_membership_name(job.name), content, "membership")
 
 
 def render_trainer_configuration(job: JobView) -> str:
@@ -58,11 +60,11 @@ def _render_configuration(key: IdentityKey[TrainingJobSpec], path: str) -> str:
     checkpoint = config.checkpoint.replaced(path=path)
     if spec.checkpoint.storage.uri is not None:
         checkpoint = checkpoint.replaced(records_path=CHECKPOINT_MOUNT)
-    wire = config.replaced(checkpoint=checkpoint, neuron=_with_shared_cache(config.neuron, spec)).to_wire()
+    wire = config.replaced(checkpoint=checkpoint, neuron=_set_shared_cache(config.neuron, spec)).to_wire()
     return json.dumps(wire, indent=2, sort_keys=True) + "\n"
 
 
-def _with_shared_cache(neuron: NeuronConfig, spec: TrainingJobSpec) -> NeuronConfig:
+def _set_shared_cache(neuron: NeuronConfig, spec: TrainingJobSpec) -> NeuronConfig:
     """Return the job's settings; compiled graphs are on the checkpoints' volume unless the settings name a folder."""
     mounted = spec.checkpoint.storage.is_mounted
     if not spec.workload.compile_command or not mounted or neuron.shared_cache_directory is not None:

@@ -40,7 +40,7 @@ def build_owned_object(job: JobView, api_version: str, kind: str, name: str, con
     metadata = {
         "name": name,
         "namespace": job.namespace,
-        "labels": names.object_labels(job.name, component),
+        "labels": names.build_object_labels(job.name, component),
         "ownerReferences": [build_owner_reference(job)],
     }
     manifest = {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}

@@ -44,7 +44,7 @@ def find_expected_devices(accelerator: AcceleratorSpec) -> str | None:
         return None
     if accelerator.claim is None:
         return find_extended_resources(accelerator).get(device.resource)
-    count = accelerator.claimed_devices()
+    count = accelerator.count_claimed_devices()
     return str(count) if count else None
 
 
@@ -71,7 +71,7 @@ def build_device_tolerations(accelerator: AcceleratorSpec) -> list[Json]:
     return [{"key": taint, "operator": "Exists"}, *lost] if taint else lost
 
 
-def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
+def add_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
     """Add the needs that follow from the job's configuration to the merged spec, where no template sets them."""
     needs = compute_worker_needs(job)
     if needs is None:
@@ -80,12 +80,12 @@ def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
     containers = spec.get("containers") or []
     if not spec.get("resources"):  # requests of the whole pod: a user who sets them means it
         containers = [
-            _with_requests(each, requests) if each.get("name") == WORKER_CONTAINER else each for each in containers
+            _add_requests(each, requests) if each.get("name") == WORKER_CONTAINER else each for each in containers
         ]
     volumes = spec.get("volumes") or []
     if needs.shared_memory is not None:
         limit = _format_mebibytes(needs.shared_memory)
-        volumes = [_with_size_limit(each, limit) if each.get("name") == SHARED_MEMORY else each for each in volumes]
+        volumes = [_set_size_limit(each, limit) if each.get("name") == SHARED_MEMORY else each for each in volumes]
     return {**spec, "containers": containers, "volumes": volumes}
 
 
@@ -97,7 +97,7 @@ def compute_worker_needs(job: TrainingJobSpec) -> WorkerRequests | None:
         return None
 
 
-def _with_requests(container: Json, requests: Json) -> Json:
+def _add_requests(container: Json, requests: Json) -> Json:
     resources = container.get("resources") or {}
     set_by_template = {*(resources.get("requests") or {}), *(resources.get("limits") or {})}
     added = {name: amount for name, amount in requests.items() if name not in set_by_template}
@@ -106,7 +106,7 @@ def _with_requests(container: Json, requests: Json) -> Json:
     return {**container, "resources": {**resources, "requests": {**added, **(resources.get("requests") or {})}}}
 
 
-def _with_size_limit(volume: Json, limit: str) -> Json:
+def _set_size_limit(volume: Json, limit: str) -> Json:
     empty = volume.get("emptyDir")
     if not isinstance(empty, dict) or empty.get("medium") != "Memory" or "sizeLimit" in empty:
         return volume

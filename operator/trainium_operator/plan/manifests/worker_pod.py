@@ -14,16 +14,16 @@ from trainium_contract.accelerators import DEVICES, EFA, EFA_ENVIRONMENT, LOGICA
 from trainium_contract.spec.recovery import HangSpec
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.log_line import LogFormat
-from trainium_operator.plan.manifests.affinity import AvoidedNodes, with_anti_affinity, with_excluded_nodes
+from trainium_operator.plan.manifests.affinity import AvoidedNodes, add_anti_affinity, exclude_nodes
 from trainium_operator.plan.manifests.owned_object import build_owner_reference, compute_content_hash
 from trainium_operator.plan.manifests.strategic_merge import merge_template
 from trainium_operator.plan.manifests.worker_needs import (
     SHARED_MEMORY,
     WORKER_CONTAINER,
+    add_worker_needs,
     build_device_tolerations,
     find_expected_devices,
     find_extended_resources,
-    with_worker_needs,
 )
 from trainium_operator.plan.model import names
 
@@ -63,12 +63,12 @@ def build_worker_pods(
     body = build_pod_template(job, settings)
     plain = [_build_worker_pod(job, body, ordinal, avoided) for ordinal in ordinals[: len(ordinals) - extras]]
     return plain + [
-        _as_extra(_build_worker_pod(job, body, ordinal, avoided), settings)
+        _mark_as_extra(_build_worker_pod(job, body, ordinal, avoided), settings)
         for ordinal in ordinals[len(ordinals) - extras :]
     ]
 
 
-def _as_extra(pod: Json, settings: PlanSettings) -> Json:
+def _mark_as_extra(pod: Json, settings: PlanSettings) -> Json:
     """Turn the pod into an extra, which any other pod preempts and which preempts none."""
     metadata = {**pod["metadata"], "labels": {**pod["metadata"]["labels"], env.LABEL_EXTRA: "true"}}
     spec = {key: value for key, value in pod["spec"].items() if key not in ("priority", "preemptionPolicy")}
@@ -76,7 +76,7 @@ def _as_extra(pod: Json, settings: PlanSettings) -> Json:
 
 
 def _build_worker_pod(job: JobView, body: Json, ordinal: int, avoided: AvoidedNodes) -> Json:
-    name = names.pod_name(job.name, ordinal)
+    name = names.format_pod_name(job.name, ordinal)
     metadata = {
         **body["metadata"],
         "name": name,
@@ -85,7 +85,7 @@ def _build_worker_pod(job: JobView, body: Json, ordinal: int, avoided: AvoidedNo
     }
     spec = dict(body["spec"])
     if avoided.required or avoided.preferred:
-        spec["affinity"] = with_excluded_nodes(spec.get("affinity") or {}, avoided)
+        spec["affinity"] = exclude_nodes(spec.get("affinity") or {}, avoided)
     if avoided.required:
         avoided_nodes = {env.ANNOTATION_AVOIDED_NODES: ",".join(avoided.required)}
         metadata["annotations"] = {**metadata["annotations"], **avoided_nodes}
@@ -106,33 +106,31 @@ def build_pod_template(job: JobView, settings: PlanSettings, *, with_estimates: 
         },
         "spec": _build_pod_spec(job, settings),
     }
-    base = merge_template(base, with_worker_name(dict(settings.worker_template)))
-    merged = merge_template(base, with_worker_name(job.spec.workers.template))
+    base = merge_template(base, set_worker_name(dict(settings.worker_template)))
+    merged = merge_template(base, set_worker_name(job.spec.workers.template))
     metadata, spec = merged.get("metadata") or {}, merged.get("spec") or {}
-    without_estimates = _with_fixed_fields(job, metadata, spec)
+    without_estimates = _set_fixed_fields(job, metadata, spec)
     revision = f"{TEMPLATE_REVISION}-" if TEMPLATE_REVISION else ""
     # The operator's own estimates are not part of the digest, so no version makes pods outdated by them.
-    described = _without_compiled_sizes(without_estimates) if job.spec.workload.compile_command else without_estimates
+    described = _remove_compiled_sizes(without_estimates) if job.spec.workload.compile_command else without_estimates
     digest = revision + compute_content_hash(described)
-    body = _with_fixed_fields(job, metadata, with_worker_needs(spec, job.spec)) if with_estimates else without_estimates
+    body = _set_fixed_fields(job, metadata, add_worker_needs(spec, job.spec)) if with_estimates else without_estimates
     if "initContainers" in body["spec"]:
-        body["spec"] = {**body["spec"], "initContainers": [*map(_with_log_as_message, body["spec"]["initContainers"])]}
+        body["spec"] = {**body["spec"], "initContainers": [*map(_send_log_as_message, body["spec"]["initContainers"])]}
     body["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH] = digest
     body["metadata"]["annotations"][env.ANNOTATION_IMAGE] = _find_agent_image(job, settings)
     return body
 
 
-def _without_compiled_sizes(body: Json) -> Json:
+def _remove_compiled_sizes(body: Json) -> Json:
     """Return the parts without the sizes to compile: a scale changes them, but nothing in running workers."""
     containers = {
-        key: [*map(_without_sizes, body["spec"][key])]
-        for key in ("initContainers", "containers")
-        if key in body["spec"]
+        key: [*map(_remove_sizes, body["spec"][key])] for key in ("initContainers", "containers") if key in body["spec"]
     }
     return {**body, "spec": {**body["spec"], **containers}}
 
 
-def _without_sizes(container: Json) -> Json:
+def _remove_sizes(container: Json) -> Json:
     if container.get("name") == PRECOMPILE_CONTAINER:
         container = {**container, "command": container["command"][:-1]}
     if container.get("env"):
@@ -147,7 +145,7 @@ def _find_agent_image(job: JobView, settings: PlanSettings) -> str:
     return workload.image or settings.image if workload.has_agent else settings.agent_image
 
 
-def _with_log_as_message(container: Json) -> Json:
+def _send_log_as_message(container: Json) -> Json:
     """Return the container with the end of its log as its termination message.
 
     Its pod is deleted, and the log with it.
@@ -155,15 +153,15 @@ def _with_log_as_message(container: Json) -> Json:
     return {"terminationMessagePolicy": "FallbackToLogsOnError", **container}
 
 
-def _with_fixed_fields(job: JobView, metadata: Json, spec: Json) -> Json:
+def _set_fixed_fields(job: JobView, metadata: Json, spec: Json) -> Json:
     """Return metadata and spec as merged, with the fields that no template may change."""
     labels = {
         **{key: value for key, value in (metadata.get("labels") or {}).items() if key != env.LABEL_EXTRA},
-        **names.object_labels(job.name, "worker"),
-        **names.selector_labels(job.name),
+        **names.build_object_labels(job.name, "worker"),
+        **names.build_selector_labels(job.name),
     }
     if not _fills_its_node(job.spec.workers.accelerator):
-        spec = {**spec, "affinity": with_anti_affinity(spec.get("affinity") or {}, job.name)}
+        spec = {**spec, "affinity": add_anti_affinity(spec.get("affinity") or {}, job.name)}
     if spec.get("hostNetwork"):
         # Else the pod asks the name servers of its node, which do not know the coordinator's Service.
         spec = {"dnsPolicy": "ClusterFirstWithHostNet", **spec}
@@ -177,12 +175,12 @@ def _with_fixed_fields(job: JobView, metadata: Json, spec: Json) -> Json:
         "spec": {
             **spec,
             "restartPolicy": "Never",
-            "containers": [*map(_with_termination_log, spec.get("containers") or [])],
+            "containers": [*map(_set_termination_log, spec.get("containers") or [])],
         },
     }
 
 
-def _with_termination_log(container: Json) -> Json:
+def _set_termination_log(container: Json) -> Json:
     """Return the container with the path of its termination message for its agent, if its template sets one."""
     path = container.get("terminationMessagePath")
     if container.get("name") != WORKER_CONTAINER or not path:
@@ -210,7 +208,7 @@ def _parse_revision(digest: str) -> str:
     return digest.partition("-")[0] if "-" in digest else ""
 
 
-def with_worker_name(template: Json) -> Json:
+def set_worker_name(template: Json) -> Json:
     """Return the template with its only container named as the worker's, if it has no name."""
     containers = (template.get("spec") or {}).get("containers")
     if not isinstance(containers, list) or len(containers) != 1:
@@ -252,7 +250,7 @@ def _build_pod_spec(job: JobView, settings: PlanSettings) -> Json:
         "securityContext": {**base["securityContext"], "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [_build_container(job, settings)],
         "volumes": _build_volumes(job.name, spec),
-        **_feature_fields(job, settings)[0],
+        **_merge_feature_fields(job, settings)[0],
     }
     if not spec.workload.has_agent:
         _add_agent(body, settings)
@@ -299,13 +297,13 @@ def _build_container(job: JobView, settings: PlanSettings) -> Json:
         ],
     }
     extended = find_extended_resources(job.spec.workers.accelerator)
-    claims = _feature_fields(job, settings)[1]
+    claims = _merge_feature_fields(job, settings)[1]
     if extended or claims:
         container["resources"] = {**({"limits": extended, "requests": extended} if extended else {}), **claims}
     return container
 
 
-def _feature_fields(job: JobView, settings: PlanSettings) -> tuple[Json, Json]:
+def _merge_feature_fields(job: JobView, settings: PlanSettings) -> tuple[Json, Json]:
     """Return what optional features add to the spec of each pod, and to the resources of the worker container."""
     spec: Json = {}
     resources: Json = {}
@@ -333,7 +331,7 @@ def _build_precompile_containers(job: JobView, spec: Json) -> list[Json]:
     return [{**kept, "name": PRECOMPILE_CONTAINER, "command": command}]
 
 
-def _sizes_for_spares(job: JobView) -> tuple[int, ...]:
+def _list_sizes_for_spares(job: JobView) -> tuple[int, ...]:
     try:
         return job.spec.sizes_for_spares()
     except ValueError:  # the spec contradicts itself, which is reported elsewhere
@@ -345,13 +343,13 @@ def _fills_its_node(accelerator: AcceleratorSpec) -> bool:
     instance = accelerator.instance()
     if instance is None or accelerator.resources:
         return False
-    return accelerator.claim is None or accelerator.claimed_devices() == instance.devices
+    return accelerator.claim is None or accelerator.count_claimed_devices() == instance.devices
 
 
 def _build_volumes(job: str, spec: TrainingJobSpec) -> list[Json]:
     token = {"path": "token", "audience": env.TOKEN_AUDIENCE, "expirationSeconds": _TOKEN_SECONDS}
     return [
-        {"name": "config", "configMap": {"name": names.config_name(job)}},
+        {"name": "config", "configMap": {"name": names.format_config_name(job)}},
         {"name": "token", "projected": {"sources": [{"serviceAccountToken": token}]}},
         {"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}},
         {"name": "cache", "emptyDir": {}},
@@ -401,7 +399,7 @@ def _build_environment(job: JobView, settings: PlanSettings) -> list[Json]:
         values[env.ENV_CLUSTER] = settings.cluster
     if job.spec.workload.compile_command:
         values[env.ENV_IMAGE] = _find_agent_image(job, settings)
-        if later := _sizes_for_spares(job):
+        if later := _list_sizes_for_spares(job):
             values[env.ENV_BACKGROUND_SIZES] = ",".join(map(str, later))
     if recovery.hang != HangSpec():
         values[env.ENV_HANG_LIMITS] = recovery.hang.model_dump_json(by_alias=True)
@@ -420,8 +418,8 @@ def _build_device_environment(accelerator: WorkerAcceleratorSpec, workload: Work
         variables[env.ENV_NEURON_DEVICES] = devices
     if accelerator.claim is not None and accelerator.claim.logical_neuron_core is not None:
         variables[LOGICAL_CORE] = str(accelerator.claim.logical_neuron_core)
-    if accelerator.device is Device.NEURON and accelerator.nodes_per_unit() > 1:
-        variables[env.ENV_UNIT_NODES] = str(accelerator.nodes_per_unit())
+    if accelerator.device is Device.NEURON and accelerator.count_nodes_per_unit() > 1:
+        variables[env.ENV_UNIT_NODES] = str(accelerator.count_nodes_per_unit())
     if EFA in find_extended_resources(accelerator):
         variables |= EFA_ENVIRONMENT
     return variables

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.pages.formatting import pluralize
-from trainium_contract.wire.worker_env import ranks_grace
+from trainium_contract.wire.worker_env import compute_ranks_grace
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
 from trainium_operator.plan.manifests.worker_pod import build_pod_template
-from trainium_operator.plan.model.actions import EventIntent, event
+from trainium_operator.plan.model.actions import EventIntent, build_event_intent
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 
-def with_shorter_grace(facts: Facts, member: Member) -> Member:
+def shorten_grace(facts: Facts, member: Member) -> Member:
     """Return the member with the time that its pod leaves the ranks, where that is less than the job gives them."""
     worker = facts.workers.get(member.pod_uid)
     if worker is None or worker.pod.grace_seconds is None:
         return member
-    seconds = ranks_grace(worker.pod.grace_seconds)
+    seconds = compute_ranks_grace(worker.pod.grace_seconds)
     if seconds >= facts.job.spec.recovery.grace_period_seconds:
         return member
     return member.replaced(grace_seconds=seconds)
@@ -45,7 +45,7 @@ def _report_grace(facts: Facts, members: tuple[Member, ...]) -> tuple[EventInten
         f"the {asked} s of recovery.gracePeriodSeconds: a pod template, a webhook, or an earlier value of the field "
         "gave their pods a shorter terminationGracePeriodSeconds"
     )
-    return (event(Reason.PODS_CHANGED, note, warning=True, series="grace"),)
+    return (build_event_intent(Reason.PODS_CHANGED, note, warning=True, series="grace"),)
 
 
 def _report_limits(facts: Facts, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
@@ -62,4 +62,4 @@ def _report_limits(facts: Facts, members: tuple[Member, ...]) -> tuple[EventInte
         f"Workers have limits that the job does not set: {', '.join(sorted(added))}. A LimitRange of namespace "
         f"{facts.job.namespace} or a webhook added them; give limits of your own in workers.template"
     )
-    return (event(Reason.PODS_CHANGED, note, warning=True, series="limits"),)
+    return (build_event_intent(Reason.PODS_CHANGED, note, warning=True, series="limits"),)

@@ -33,7 +33,7 @@ from trainium_operator.plan.history.interruptions import (
 from trainium_operator.plan.membership import growth
 from trainium_operator.plan.membership.generation import Decision, NewGeneration, find_newest_generation
 from trainium_operator.plan.membership.ranks import assign_ranks, build_member, build_rank_context, order_first_ranks
-from trainium_operator.plan.model.conditions import StatusT, is_true, with_condition
+from trainium_operator.plan.model.conditions import StatusT, is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import Facts, is_start_blocked, list_healthy_joiners, list_joiners
 from trainium_operator.plan.view.units import complete_units
@@ -55,10 +55,10 @@ def form_first_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
     ready = facts.candidates
     size = status.desired
     if len(ready) < size:
-        deadline = growth.rescale_at(facts, status)
+        deadline = growth.find_rescale_time(facts, status)
         if facts.now < deadline:
             return Decision(status=status, requeue_at=(deadline,))
-        size = growth.available_size(facts, status, len(ready))
+        size = growth.find_available_size(facts, status, len(ready))
     if size == 0:
         return Decision(status=status)
     ordered = order_first_ranks(ready, size, build_rank_context(facts))
@@ -87,7 +87,7 @@ def replace_failed(facts: Facts, status: TrainingJobStatus, failed_members: tupl
     )
     if deadline is not None:
         return Decision(status=status, requeue_at=(deadline,))
-    size = _next_size(facts, status, available)
+    size = _choose_next_size(facts, status, available)
     if size == 0:
         return Decision(status=status)
     members = assign_ranks(select_survivors(facts, survivors, size), newcomers, size, build_rank_context(facts))
@@ -125,16 +125,16 @@ def _wait_until(facts: Facts, status: TrainingJobStatus, available: int, *, skip
     assert facts.current is not None
     if available >= min(status.desired, len(facts.current.members)) or skip_wait:
         return None
-    deadline = growth.rescale_at(facts, status)
+    deadline = growth.find_rescale_time(facts, status)
     return deadline if facts.now < deadline else None
 
 
-def _next_size(facts: Facts, status: PublicStatus, available: int) -> int:
+def _choose_next_size(facts: Facts, status: PublicStatus, available: int) -> int:
     """Return the size of the next generation; 0 if no legal one is available."""
     assert facts.current is not None
     if available >= status.desired:
         return status.desired
-    return growth.available_size(facts, status, min(available, len(facts.current.members)))
+    return growth.find_available_size(facts, status, min(available, len(facts.current.members)))
 
 
 def _record_response(
@@ -162,7 +162,7 @@ def record_size_request(facts: Facts, status: StatusT, desired: int) -> StatusT:
     if facts.current is None or status.desired == 0 or status.desired - status.idle_nodes.taken == desired:
         return status
     message = f"from {len(facts.current.members)} to {pluralize(desired, 'node')}"
-    return with_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, message, now=facts.now)
+    return set_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, message, now=facts.now)
 
 
 def resize(facts: Facts, status: TrainingJobStatus) -> Decision:
@@ -192,34 +192,36 @@ def _choose_growth(
     if newcomers == 0 or not facts.is_settled:
         return present, ()
     requested = is_true(status, ConditionType.RESIZING)
-    resume_at = 0.0 if requested else growth.growth_resumes_at(facts, status)
+    resume_at = 0.0 if requested else growth.find_growth_resume_time(facts, status)
     if facts.now < resume_at:
         return present, (resume_at,)
-    size = _growth_target(facts, status, present, min(status.desired, present + newcomers), requested=requested)
+    size = _choose_growth_target(facts, status, present, min(status.desired, present + newcomers), requested=requested)
     compile_seconds = growth.compile_seconds(facts, status, size)
     if size <= present or not (
         requested or growth.is_worth_growing(facts, status, present, size, extra_seconds=compile_seconds)
     ):
         return present, ()
-    worthwhile_at = facts.now if requested else growth.worthwhile_at(facts, status, size, _last_change(status))
+    worthwhile_at = (
+        facts.now if requested else growth.compute_worthwhile_time(facts, status, size, _find_last_change(status))
+    )
     if facts.now < worthwhile_at:
         return present, (worthwhile_at,)
     if size == status.desired:
         return size, ()
-    deadline = growth.rescale_at(facts, status)
+    deadline = growth.find_rescale_time(facts, status)
     return (present, (deadline,)) if facts.now < deadline else (size, ())
 
 
-def _growth_target(facts: Facts, status: PublicStatus, present: int, nodes: int, *, requested: bool) -> int:
+def _choose_growth_target(facts: Facts, status: PublicStatus, present: int, nodes: int, *, requested: bool) -> int:
     """Return the size to grow to with this number of nodes; a compiled one if that is growth."""
-    size = nodes if nodes == status.desired else facts.size.legal_at_most(nodes)
+    size = nodes if nodes == status.desired else facts.size.find_legal_size(nodes)
     if requested or not growth.compile_seconds(facts, status, size):
         return size
-    compiled = growth.available_size(facts, status, nodes)
+    compiled = growth.find_available_size(facts, status, nodes)
     return compiled if compiled > present else size
 
 
-def _last_change(status: PublicStatus) -> float:
+def _find_last_change(status: PublicStatus) -> float:
     """Return when the current size was reached (Unix seconds), as far as the history reaches."""
     changes = (RecoveryResponse.SHRINK, RecoveryResponse.GROW, RecoveryResponse.RESIZE)
     times = [entry.decided_at for entry in status.history if entry.response in changes and entry.decided_at is not None]
@@ -300,11 +302,11 @@ def _can_all_start_again(facts: Facts) -> bool:
 def decide_generation(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> Decision:
     """Return the decision; `status` has the interruption that the failures opened."""
     decision = _decide(facts, status, failed_members)
-    since = _waiting_since(facts, status, decision.new, failed_members)
+    since = _find_waiting_since(facts, status, decision.new, failed_members)
     return replace(decision, status=decision.status.replaced(waiting_since=since))
 
 
-def _waiting_since(
+def _find_waiting_since(
     facts: Facts, status: TrainingJobStatus, new: NewGeneration | None, failed_members: tuple[FailedMember, ...]
 ) -> float | None:
     """Return since when the job waits for missing workers (Unix seconds); None while none is missing."""

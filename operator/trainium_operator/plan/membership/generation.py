@@ -15,8 +15,8 @@ from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import MAX_GENERATION_LEAD, Member, Membership, Transition
 from trainium_operator.plan.history.interruptions import find_open_membership_entry, replace_entry
 from trainium_operator.plan.manifests.config_maps import build_membership_map
-from trainium_operator.plan.membership.changed_pods import report_changed_pods, with_shorter_grace
-from trainium_operator.plan.model.actions import EventIntent, PolicyResult, PublishMembership, event
+from trainium_operator.plan.membership.changed_pods import report_changed_pods, shorten_grace
+from trainium_operator.plan.model.actions import EventIntent, PolicyResult, PublishMembership, build_event_intent
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
@@ -49,20 +49,20 @@ class Decision:
 def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration) -> PolicyResult:
     """Record the decision in the status and publish it."""
     recorded = facts.observed.membership
-    number, size, workload = next_generation(facts), len(new.members), facts.job.spec.workload
-    members = tuple(with_shorter_grace(facts, member) for member in new.members)
+    number, size, workload = compute_next_generation(facts), len(new.members), facts.job.spec.workload
+    members = tuple(shorten_grace(facts, member) for member in new.members)
     membership = Membership(
         generation=number,
         transition=new.transition,
         cause=new.cause,
         members=members,
         processes_per_node=workload.processes_per_node,
-        accumulation=facts.size.micro_batches(size) if workload.reads_accumulation else 0,
+        accumulation=facts.size.count_micro_batches(size) if workload.reads_accumulation else 0,
         requested_nodes=facts.job.spec.workers.replicas,
     )
     status = status.replaced(
         membership=MembershipStatus(
-            generation=number, attempt=0, size=size, data_parallel=facts.size.data_parallel(size)
+            generation=number, attempt=0, size=size, data_parallel=facts.size.compute_data_parallel(size)
         )
     )
     publish = PublishMembership(
@@ -76,11 +76,11 @@ def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
         # The first generation answers no interruption, so it has no cause.
         why = f" ({new.cause.value}, {new.transition.value})" if number > 1 else ""
         note = f"Generation {number} begins on {pluralize(size, 'node')}{why}."
-        events = (event(Reason.GENERATION_STARTED, note), *report_changed_pods(facts, members))
-    return PolicyResult(status=_with_date_of_decision(facts, status), actions=(publish,), events=events)
+        events = (build_event_intent(Reason.GENERATION_STARTED, note), *report_changed_pods(facts, members))
+    return PolicyResult(status=_date_decision(facts, status), actions=(publish,), events=events)
 
 
-def _with_date_of_decision(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def _date_decision(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Set in the interruption that this generation answers when it was decided."""
     index = None if facts.current is None else find_open_membership_entry(status, facts.current.generation)
     if index is None or status.history[index].decided_at is not None:
@@ -115,6 +115,6 @@ def find_newest_generation(facts: Facts) -> int:
     return max([recorded, facts.observed.published, *credible])
 
 
-def next_generation(facts: Facts) -> int:
+def compute_next_generation(facts: Facts) -> int:
     """Return the number of the next generation; a number that was decided but never recorded is used again."""
     return max(facts.job.status.membership.generation, find_newest_generation(facts) + 1)

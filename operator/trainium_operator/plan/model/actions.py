@@ -189,7 +189,7 @@ class EventIntent:
     """Intents of one reason and series are one Event with a count; empty: those with the same note."""
 
 
-def event(
+def build_event_intent(
     reason: Reason, note: str, *, warning: bool = False, pod: str = "", node: str = "", series: str = ""
 ) -> EventIntent:
     """Build an event about the job and a pod or node; the note is cut to what an event may hold."""
@@ -225,7 +225,7 @@ class PolicyResult:
     requeue_at: tuple[float, ...] = ()
     """When the job must be planned again (Unix seconds)."""
 
-    def then(self, after: PolicyResult) -> PolicyResult:
+    def combine(self, after: PolicyResult) -> PolicyResult:
         """Join this result with that of a policy which was called with its status."""
         return PolicyResult(
             status=after.status,
@@ -234,6 +234,6 @@ class PolicyResult:
             requeue_at=self.requeue_at + after.requeue_at,
         )
 
-    def with_status(self, status: TrainingJobStatus) -> PolicyResult:
+    def replace_status(self, status: TrainingJobStatus) -> PolicyResult:
         """Replace the status."""
         return replace(self, status=status)

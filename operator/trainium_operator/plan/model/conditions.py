@@ -32,7 +32,7 @@ def is_terminal(status: PublicStatus) -> bool:
     return is_true(status, ConditionType.COMPLETE) or is_true(status, ConditionType.FAILED)
 
 
-def with_condition(
+def set_condition(
     status: StatusT, kind: ConditionType, value: bool | None, reason: Reason, message: str, *, now: float
 ) -> StatusT:
     """Set one condition; `value` None means Unknown. `observed_generation` is the status's own."""

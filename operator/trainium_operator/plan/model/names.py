@@ -28,7 +28,7 @@ LAST_ORDINAL = 999_999
 """Ordinals have at most six digits; otherwise the longest job name would give too long host names."""
 
 
-def pod_name(job: str, ordinal: int) -> str:
+def format_pod_name(job: str, ordinal: int) -> str:
     """Return the name of the worker pod with this ordinal."""
     return f"{job}-w-{ordinal}"
 
@@ -44,47 +44,47 @@ def parse_number(name: str, prefix: str) -> int | None:
     return int(digits) if digits != name and digits.isascii() and digits.isdigit() else None
 
 
-def evaluation_name(job: str) -> str:
+def format_evaluation_name(job: str) -> str:
     """Return the name of the pod that measures a milestone's model; one name means one pod at a time."""
     return f"{job}-evaluation"
 
 
-def role_object_name(job: str, role: str) -> str:
+def format_role_object_name(job: str, role: str) -> str:
     """Return the name of the headless Service of a role, and of its PodDisruptionBudget."""
     return f"{job}-{role}"
 
 
-def role_pod_name(job: str, role: str, ordinal: int) -> str:
+def format_role_pod_name(job: str, role: str, ordinal: int) -> str:
     """Return the name of the pod of a role with this ordinal."""
     return f"{job}-{role}-{ordinal}"
 
 
-def role_policy_name(job: str) -> str:
+def format_role_policy_name(job: str) -> str:
     """Return the name of the NetworkPolicy that lets pods of roles reach each other."""
     return f"{job}-roles"
 
 
-def config_name(job: str) -> str:
+def format_config_name(job: str) -> str:
     """Return the name of the ConfigMap with the trainer's configuration and the coordinator's certificate authority."""
     return f"{job}-config"
 
 
-def membership_name(job: str) -> str:
+def format_membership_name(job: str) -> str:
     """Return the name of the ConfigMap that records the current membership; only the operator reads and writes it."""
     return f"{job}-membership"
 
 
-def workload_name(job: str, part: int) -> str:
+def format_workload_name(job: str, part: int) -> str:
     """Return the name of the Workload that requests from Kueue a part of the job's quota."""
     return f"{job}-quota-{part}"
 
 
-def unit_name(job: JobId, ordinal: int) -> str:
+def format_unit_name(job: JobId, ordinal: int) -> str:
     """Return the name of the unit whose first pod has this ordinal; other jobs have other names."""
     return f"{job.uid[:8]}-{ordinal}"
 
 
-def network_policy_name(job: str) -> str:
+def format_network_policy_name(job: str) -> str:
     """Return the name of the NetworkPolicy that restricts access to the workers."""
     return f"{job}-workers"
 
@@ -94,17 +94,17 @@ def claim_template_name(job: str, digest: str) -> str:
     return f"{job}-devices-{digest[:8]}"
 
 
-def selector_labels(job: str) -> dict[str, str]:
+def build_selector_labels(job: str) -> dict[str, str]:
     """Return labels that select exactly the worker pods of a job."""
     return {LABEL_JOB: job, LABEL_ROLE: ROLE_WORKER}
 
 
 def format_selector(job: str) -> str:
     """Return the same as a label-selector string, for the scale subresource."""
-    return ",".join(f"{key}={value}" for key, value in selector_labels(job).items())
+    return ",".join(f"{key}={value}" for key, value in build_selector_labels(job).items())
 
 
-def object_labels(job: str, component: str) -> dict[str, str]:
+def build_object_labels(job: str, component: str) -> dict[str, str]:
     """Return labels of every object that belongs to a job."""
     return {
         "app.kubernetes.io/name": "trainingjob",

@@ -31,7 +31,7 @@ MAX_BAD_SHARE = 0.2
 """Share of a fleet, or of a job's workers, that may be bad at once."""
 
 
-def max_bad_nodes(size: int) -> int:
+def compute_max_bad_nodes(size: int) -> int:
     """Return how many of `size` may be bad or in quarantine at once; at least one."""
     return max(1, int(size * MAX_BAD_SHARE))
 
@@ -91,7 +91,7 @@ STARTING_REASONS = frozenset({"ContainerCreating", "PodInitializing"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
-    """One worker pod of the job (selected by `names.selector_labels`), also while it is being deleted."""
+    """One worker pod of the job (selected by `names.build_selector_labels`), also while it is being deleted."""
 
     name: str
     uid: str
@@ -263,7 +263,7 @@ class FleetView:
     suspected: tuple[tuple[str, frozenset[str]], ...] = ()
     """By namespace: further nodes that only jobs of that namespace reported, so only its workers avoid them."""
 
-    def for_namespace(self, namespace: str) -> FleetView:
+    def select_for_namespace(self, namespace: str) -> FleetView:
         """Return the part that applies to a job of this namespace."""
         suspected = next((nodes for name, nodes in self.suspected if name == namespace), frozenset[str]())
         return replace(self, quarantined=self.quarantined | suspected, suspected=())
@@ -359,7 +359,7 @@ class PlanSettings:
     worker_log_format: LogFormat = LogFormat.TEXT
     """Log format of agents and training processes."""
 
-    def status_interval(self, workers: int) -> float:
+    def compute_status_interval(self, workers: int) -> float:
         """Return the interval for this number of workers, because a large job takes longer to plan and to step."""
         return self.status_interval_seconds * min(_MAX_INTERVAL_FACTOR, max(1.0, workers / _EVERY_INTERVAL_WORKERS))
 
@@ -375,7 +375,7 @@ class Observed:
     """By pod uid: of every pod in `pods`, and of each member whose pod is gone, as far as this process has seen
     them."""
     membership: Membership | None
-    """Read from the ConfigMap `names.membership_name`, see `cluster.membership_record`; None if there is none."""
+    """Read from the ConfigMap `names.format_membership_name`; None if there is none."""
     published: int
     """Generation that the coordinator serves for this job now; 0 for none, as after a restart."""
     children: Mapping[str, str]
@@ -423,7 +423,7 @@ class Observed:
         """Pods of the roles, by role and ordinal."""
         return tuple(pod for pod in self.other_pods or () if pod.role != ROLE_EVALUATION)
 
-    def next_write_at(self, manifest: Mapping[str, Any]) -> float | None:
+    def find_next_write(self, manifest: Mapping[str, Any]) -> float | None:
         """Return when a child must be written (Unix seconds, `now` for at once); None if it is as requested."""
         place = f"{manifest['kind']}/{manifest['metadata']['name']}"
         digest, refusal = manifest["metadata"]["annotations"][ANNOTATION_CONTENT_HASH], self.refusals.get(place)

@@ -26,7 +26,7 @@ def format_sentence(text: str, limit: int = SENTENCE_LIMIT) -> str:
     Lines of a program's output are joined with a separator and keep their indentation, so that a reader can restore
     them.
     """
-    lines = (f"{_indentation(line)}{' '.join(line.split())}" for line in text.splitlines() if line.strip())
+    lines = (f"{_measure_indentation(line)}{' '.join(line.split())}" for line in text.splitlines() if line.strip())
     line = redact_secrets(LINE_BREAK.join(lines).strip())
     if len(line) <= limit:
         return line
@@ -38,7 +38,7 @@ def format_sentence(text: str, limit: int = SENTENCE_LIMIT) -> str:
     return f"{head} ... {end}"
 
 
-def _indentation(line: str) -> str:
+def _measure_indentation(line: str) -> str:
     return " " * min(_MAX_INDENTATION, len(line) - len(line.lstrip()))
 
 

@@ -21,7 +21,7 @@ from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_operator.plan.manifests.owned_object import build_owned_object
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import PolicyResult
-from trainium_operator.plan.model.conditions import find_condition, is_terminal, with_condition
+from trainium_operator.plan.model.conditions import find_condition, is_terminal, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import Facts, reconcile_object
 from trainium_operator.plan.view.progress import is_past_steps
@@ -39,7 +39,7 @@ def build_budget(job: JobView, min_available: int) -> dict[str, Any]:
     """Return the budget that keeps at least `min_available` workers; pods that are not ready may always be evicted."""
     spec = {
         "minAvailable": min_available,
-        "selector": {"matchLabels": names.selector_labels(job.name)},
+        "selector": {"matchLabels": names.build_selector_labels(job.name)},
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }
     return build_owned_object(job, "policy/v1", KIND, job.name, {"spec": spec}, "disruption")
@@ -66,15 +66,15 @@ def limit_disruptions(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         decision = _decide_disruption(facts, status)
         min_available, requeue_at = _count_min_available(facts, status, decision), decision.requeue_at
         reason = Reason.DISRUPTION_ALLOWED if decision.is_allowed else Reason.DISRUPTION_REFUSED
-        status = with_condition(status, kind, decision.is_allowed, reason, decision.reason, now=facts.now)
+        status = set_condition(status, kind, decision.is_allowed, reason, decision.reason, now=facts.now)
     if facts.job.spec.suspend and not ended:
         return PolicyResult(status=status, requeue_at=requeue_at)
     manifest = build_budget(facts.job, min_available)
     refusal = facts.observed.refusals.get(f"{KIND}/{facts.job.name}")
-    if refusal is not None and not ended and facts.observed.next_write_at(manifest) is not None:
+    if refusal is not None and not ended and facts.observed.find_next_write(manifest) is not None:
         text = f"a drain may evict workers at any time: {refusal.sentence}"
-        status = with_condition(status, kind, None, refusal.reason, text, now=facts.now)
-    return PolicyResult(status=status, requeue_at=requeue_at).then(reconcile_object(facts, status, manifest))
+        status = set_condition(status, kind, None, refusal.reason, text, now=facts.now)
+    return PolicyResult(status=status, requeue_at=requeue_at).combine(reconcile_object(facts, status, manifest))
 
 
 def _count_min_available(facts: Facts, status: PublicStatus, decision: _Decision) -> int:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.backoff import compute_backoff
-from trainium_operator.plan.model.actions import PolicyResult, event
-from trainium_operator.plan.model.conditions import with_condition
+from trainium_operator.plan.model.actions import PolicyResult, build_event_intent
+from trainium_operator.plan.model.conditions import set_condition
 from trainium_operator.plan.model.grant import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
@@ -49,7 +49,7 @@ def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Policy
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return True, _release_workers(facts, status, gang.retry_at)
     if (
-        not 0 < len(_scheduled_workers(facts)) < count_needed_workers(facts.size)
+        not 0 < len(_list_scheduled_workers(facts)) < count_needed_workers(facts.size)
     ):  # no node is held, or enough for a start
         return False, PolicyResult(status=status.replaced(gang=gang.replaced(holding_since=None)))
     since = facts.now if gang.holding_since is None else gang.holding_since
@@ -62,7 +62,9 @@ def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Policy
     retry_at = facts.now + pause_seconds(facts.job.uid, releases)
     gang = gang.replaced(holding_since=None, releases=releases, retry_at=retry_at)
     released = _release_workers(facts, status.replaced(gang=gang), retry_at)
-    return True, replace(released, events=(event(Reason.GANG_TIMED_OUT, _describe_timeout(facts, gang), warning=True),))
+    return True, replace(
+        released, events=(build_event_intent(Reason.GANG_TIMED_OUT, _describe_timeout(facts, gang), warning=True),)
+    )
 
 
 def pause_seconds(uid: str, times: int) -> float:
@@ -77,7 +79,7 @@ def pause_seconds(uid: str, times: int) -> float:
 def set_admitted(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Report whether the workers have their nodes, and who decides it. Never how many, which changes with each pod."""
     admitted, reason, message = _decide_admission(facts, status)
-    return with_condition(status, ConditionType.ADMITTED, admitted, reason, message, now=facts.now)
+    return set_condition(status, ConditionType.ADMITTED, admitted, reason, message, now=facts.now)
 
 
 def _decide_admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, str]:
@@ -86,7 +88,7 @@ def _decide_admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Re
         reason = grant.reason or Reason.WAITING_FOR_QUEUE
         suffix = f"; {len(facts.workers)} workers save and leave" if facts.workers else ""
         return False, reason, f"{grant.message}{suffix}"
-    bound = len(_scheduled_workers(facts))
+    bound = len(_list_scheduled_workers(facts))
     if status.membership.size > 0 or (not facts.job.spec.suspend and 0 < status.desired <= bound):
         return True, Reason.ADMITTED, "the workers have their nodes"
     if facts.job.spec.suspend:
@@ -119,7 +121,7 @@ def _describe_timeout(facts: Facts, gang: GangStatus) -> str:
     )
 
 
-def _scheduled_workers(facts: Facts) -> list[Worker]:
+def _list_scheduled_workers(facts: Facts) -> list[Worker]:
     return [worker for worker in facts.workers.values() if worker.alive and worker.pod.node]
 
 

@@ -33,12 +33,12 @@ itself (after --node-monitor-grace-period of kube-controller-manager: 50 s unles
 
 def list_forbidden_nodes(facts: Facts, status: TrainingJobStatus) -> tuple[str, ...]:
     """Return host names of nodes that no new pod may use; those that this job knows to be bad come first."""
-    bad = _bad_nodes(facts)
-    refusing = (_host_name(facts, node) for node in list_refusing_nodes(status, facts.now))
-    dark = (_dark_nodes(facts, status) | frozenset(refusing)) - set(bad)
+    bad = _list_bad_nodes(facts)
+    refusing = (_find_host_name(facts, node) for node in list_refusing_nodes(status, facts.now))
+    dark = (_list_dark_nodes(facts, status) | frozenset(refusing)) - set(bad)
     if dark and list_released_nodes(facts):
         # All of them, not those of one pod: the recreated pod must not wait for another of them.
-        nodes_by_host = _nodes_by_hostname(facts)
+        nodes_by_host = _index_nodes_by_hostname(facts)
         dark = frozenset(name for name in dark if name not in nodes_by_host or _is_bad(facts, nodes_by_host[name]))
     return (*bad, *sorted(dark))[:MAX_FORBIDDEN_NODES]
 
@@ -53,17 +53,17 @@ def list_released_nodes(facts: Facts) -> frozenset[str]:
     waiting = [pod for pod in pods if pod.avoided_nodes and pod.unschedulable_message and not pod.node]
     if not waiting:
         return frozenset()
-    bad = _bad_nodes(facts)
+    bad = _list_bad_nodes(facts)
     if len(bad) == MAX_FORBIDDEN_NODES:
         return frozenset()  # a node that is not listed may still be bad
     avoided_nodes = frozenset[str]().union(*(pod.avoided_nodes for pod in waiting))
-    nodes_by_host = _nodes_by_hostname(facts)
+    nodes_by_host = _index_nodes_by_hostname(facts)
     return frozenset(
         name for name in avoided_nodes - set(bad) if name in nodes_by_host and not _is_bad(facts, nodes_by_host[name])
     )
 
 
-def _nodes_by_hostname(facts: Facts) -> dict[str, NodeView]:
+def _index_nodes_by_hostname(facts: Facts) -> dict[str, NodeView]:
     """Return the existing nodes by host name."""
     return {node.labels.get(LABEL_HOST, name): node for name, node in facts.observed.nodes.items()}
 
@@ -74,7 +74,7 @@ def _is_bad(facts: Facts, node: NodeView) -> bool:
     return problem is not None and problem.severity >= Severity.DRAIN
 
 
-def _bad_nodes(facts: Facts) -> tuple[str, ...]:
+def _list_bad_nodes(facts: Facts) -> tuple[str, ...]:
     """Return host names of nodes that are bad by their signals, or in quarantine.
 
     A tainted device makes no node bad: the scheduler allocates that device to nobody, and others of the node may be
@@ -88,10 +88,10 @@ def _bad_nodes(facts: Facts) -> tuple[str, ...]:
         and problem.cause is not Cause.DEVICE_TAINTED
     }
     names = [*sorted(bad), *sorted(list_quarantined_nodes(facts) - bad)][:MAX_FORBIDDEN_NODES]
-    return tuple(_host_name(facts, name) for name in names)
+    return tuple(_find_host_name(facts, name) for name in names)
 
 
-def _dark_nodes(facts: Facts, memory: InternalStatus) -> frozenset[str]:
+def _list_dark_nodes(facts: Facts, memory: InternalStatus) -> frozenset[str]:
     """Return host names of nodes that went dark a moment ago, including those found by this plan.
 
     A preference for others is not enough: a scheduler that favours near neighbours may put a new pod back on the lost
@@ -101,10 +101,10 @@ def _dark_nodes(facts: Facts, memory: InternalStatus) -> frozenset[str]:
         return frozenset()
     since = facts.now - _DARK_SECONDS
     lost = (record for record in memory.failures if record.cause is Cause.NODE_LOST and record.at > since)
-    return frozenset(_host_name(facts, record.node) for record in lost if record.node)
+    return frozenset(_find_host_name(facts, record.node) for record in lost if record.node)
 
 
-def _host_name(facts: Facts, node: str) -> str:
+def _find_host_name(facts: Facts, node: str) -> str:
     view = facts.observed.nodes.get(node)
     return node if view is None else view.labels.get(LABEL_HOST, node)
 
@@ -118,7 +118,7 @@ def find_broken_units(facts: Facts, status: TrainingJobStatus) -> frozenset[str]
     """
     if facts.unit_nodes == 1:
         return frozenset()
-    label = facts.job.spec.workers.accelerator.unit_label()
+    label = facts.job.spec.workers.accelerator.find_unit_label()
     servers: dict[str, list[NodeView]] = {}
     for node in facts.observed.nodes.values():
         servers.setdefault(node.labels.get(label, ""), []).append(node)

@@ -69,7 +69,7 @@ def record_start_failures(facts: Facts, memory: InternalStatus) -> StartFailures
             nodes=nodes,
         )
     batch, at = (0 if is_changed or is_expired else max(0, previous.batch)), previous.at if rounds else None
-    if batch and created and all(_cannot_be_refused(worker, facts.now) for worker in created):
+    if batch and created and all(_is_never_refused(worker, facts.now) for worker in created):
         batch = 0 if batch >= _MAX_BATCH else batch * _BATCH_GROWTH
         first = memory.next_pod_ordinal
     message = previous.message if rounds or batch else ""
@@ -78,7 +78,7 @@ def record_start_failures(facts: Facts, memory: InternalStatus) -> StartFailures
     return current if recorded else previous
 
 
-def next_creation_at(memory: InternalStatus, now: float) -> float:
+def find_next_creation(memory: InternalStatus, now: float) -> float:
     """Return when new pods may be created (Unix seconds)."""
     failures = memory.start_failures
     excess = failures.rounds - _FREE_ROUNDS
@@ -90,7 +90,7 @@ def next_creation_at(memory: InternalStatus, now: float) -> float:
 def describe_start_failures(status: TrainingJobStatus, now: float) -> str | None:
     """Return how the last pods ended, and when how many of the next are created; None while nothing is limited."""
     failures = status.start_failures
-    create_at = next_creation_at(status, now)
+    create_at = find_next_creation(status, now)
     if create_at > now:
         times, limit = f", {failures.rounds} times in a row", f"at {format_rfc3339(create_at)}"
     elif failures.batch > 0:
@@ -115,7 +115,7 @@ def limit_batch(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple[
         worker.pod.created + _IMMEDIATE_SECONDS
         for worker in facts.workers.values()
         if worker.pod.ordinal >= failures.next_ordinal
-        and not (worker.pod.extra or worker.ended or _cannot_be_refused(worker, facts.now))
+        and not (worker.pod.extra or worker.ended or _is_never_refused(worker, facts.now))
     ]
     return min(missing, max(0, failures.batch - len(starting))), tuple(sorted(starting)[-1:])
 
@@ -175,7 +175,7 @@ def _was_refused(worker: Worker) -> bool:
     return pod.phase is PodPhase.FAILED and worker.agent is None and not pod.deleting and not pod.extra
 
 
-def _cannot_be_refused(worker: Worker, now: float) -> bool:
+def _is_never_refused(worker: Worker, now: float) -> bool:
     """Return whether the pod runs, has reported, or has no node yet, so that no kubelet can refuse it."""
     pod = worker.pod
     if worker.ended:

@@ -31,7 +31,7 @@ from trainium_operator.plan.diagnose.pod_failures import (
 )
 from trainium_operator.plan.diagnose.process_failures import classify_process_failure
 from trainium_operator.plan.faults import failure_budgets
-from trainium_operator.plan.manifests.affinity import AvoidedNodes, with_affinity, with_unit
+from trainium_operator.plan.manifests.affinity import AvoidedNodes, add_affinity, assign_unit
 from trainium_operator.plan.manifests.config_maps import build_config_map
 from trainium_operator.plan.manifests.worker_pod import (
     build_worker_pods,
@@ -39,14 +39,14 @@ from trainium_operator.plan.manifests.worker_pod import (
     is_outdated,
 )
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyObject, CreatePod, PolicyResult, event
+from trainium_operator.plan.model.actions import ApplyObject, CreatePod, PolicyResult, build_event_intent
 from trainium_operator.plan.model.observed import PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.node_avoidance import find_broken_units, list_forbidden_nodes, list_released_nodes
 from trainium_operator.plan.pods.refused_pods import (
     add_refusing_nodes,
+    find_next_creation,
     limit_batch,
-    next_creation_at,
     record_start_failures,
 )
 from trainium_operator.plan.view.facts import Facts, find_creation_blocker, is_unfit, reconcile_object
@@ -93,7 +93,7 @@ def _reconcile_pods(facts: Facts, status: TrainingJobStatus, failed_members: tup
             deletions += build_deletion(failed.worker, force=failed.force_delete)
     broken = find_broken_units(facts, status)
     non_members, result = _sort_outsiders(facts, status, broken)
-    result = PolicyResult(status=status, actions=tuple(deletions)).then(result)
+    result = PolicyResult(status=status, actions=tuple(deletions)).combine(result)
     status = result.status.replaced(start_failures=record_start_failures(facts, result.status))
     # Failures that this plan has counted: replacements must avoid their nodes.
     avoid = failure_budgets.list_avoided_nodes(status.failures, facts.now)
@@ -112,9 +112,9 @@ def _reconcile_pods(facts: Facts, status: TrainingJobStatus, failed_members: tup
     missing, completed = count_missing_pods(counted, requested, facts.unit_nodes)
     missing_extras = max(0, wanted_extras - extras)
     if missing + missing_extras > 0:
-        return result.then(_create_pods(facts, status, missing, missing_extras, completed))
+        return result.combine(_create_pods(facts, status, missing, missing_extras, completed))
     surplus = _delete_surplus(facts, status, non_members, counted, requested)
-    return result.then(PolicyResult(status=status, actions=surplus))
+    return result.combine(PolicyResult(status=status, actions=surplus))
 
 
 def _is_superseded(facts: Facts, status: PublicStatus) -> bool:
@@ -126,7 +126,7 @@ def _sort_outsiders(
     facts: Facts, status: TrainingJobStatus, broken: frozenset[str]
 ) -> tuple[list[Worker], PolicyResult]:
     """Return non_members that count; delete the others, except the evidence of workers that do not start."""
-    evidence = _workers_kept_for_logs(facts)
+    evidence = _list_workers_kept_for_logs(facts)
     usable: list[Worker] = []
     deletions: list[DeletePod] = []
     events: list[EventIntent] = []
@@ -136,7 +136,7 @@ def _sort_outsiders(
         if worker in evidence:
             continue
         is_outdated_worker = not facts.job.unknown and _is_outdated_pod(worker, current_hash)
-        is_outdated_worker = is_outdated_worker or _cannot_be_scheduled(worker, released)
+        is_outdated_worker = is_outdated_worker or _is_unschedulable(worker, released)
         if (
             worker.alive
             and not is_outdated_worker
@@ -152,7 +152,9 @@ def _sort_outsiders(
             if failure.node or not worker.pod.extra:  # a missing optional worker does not end a job
                 status = status.replaced(failures=_count_failure(facts, status, failure))
             events.append(
-                event(Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name, series=failure.series)
+                build_event_intent(
+                    Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name, series=failure.series
+                )
             )
             if (
                 failure_budgets.describe_exhausted_budget(status.failures, facts.job.spec.recovery, facts.now)
@@ -163,7 +165,7 @@ def _sort_outsiders(
     return usable, PolicyResult(status=status, actions=tuple(deletions), events=tuple(events))
 
 
-def _workers_kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
+def _list_workers_kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
     """Return the newest workers that failed before any step.
 
     None of them holds a node that the next attempt needs.
@@ -187,7 +189,7 @@ def _is_outdated_pod(worker: Worker, current_hash: str) -> bool:
     return pod.phase is PodPhase.PENDING and worker.agent is None and is_outdated(pod.template_hash, current_hash)
 
 
-def _cannot_be_scheduled(worker: Worker, released: frozenset[str]) -> bool:
+def _is_unschedulable(worker: Worker, released: frozenset[str]) -> bool:
     """Return whether it finds no node, and avoids one that may be used again."""
     pod = worker.pod
     return pod.phase is PodPhase.PENDING and bool(pod.unschedulable_message) and bool(pod.avoided_nodes & released)
@@ -212,7 +214,7 @@ def _detect_failure(facts: Facts, memory: InternalStatus, worker: Worker) -> _Ou
         return None
     if failed and _was_deleted(facts, worker):
         return None
-    return _ended_pod_failure(facts, worker) if failed else _preflight_failure(facts, worker)
+    return _find_ended_pod_failure(facts, worker) if failed else _find_preflight_failure(facts, worker)
 
 
 def _was_deleted(facts: Facts, worker: Worker) -> bool:
@@ -226,7 +228,7 @@ def _count_failure(facts: Facts, memory: InternalStatus, failure: _OutsiderFailu
     return failure_budgets.record_failure(memory.failures, record, facts.job.spec.recovery)
 
 
-def _ended_pod_failure(facts: Facts, worker: Worker) -> _OutsiderFailure:
+def _find_ended_pod_failure(facts: Facts, worker: Worker) -> _OutsiderFailure:
     pod = worker.pod
     cause = classify_ended_pod(pod, facts.job.spec.recovery.rules).cause
     evicted_for = find_eviction_cause(pod)
@@ -250,7 +252,7 @@ def _describe_end(pod: PodView, cause: Cause) -> tuple[str, str]:
     return f" ({cause.value}{code})", pod.message or pod.reason
 
 
-def _preflight_failure(facts: Facts, worker: Worker) -> _OutsiderFailure | None:
+def _find_preflight_failure(facts: Facts, worker: Worker) -> _OutsiderFailure | None:
     pod, heartbeat = worker.pod, worker.heartbeat
     if heartbeat is None or heartbeat.verdict is None:
         return None
@@ -273,7 +275,7 @@ def _create_pods(
     """Create this many requested workers, the first of which complete units, and this many beyond them."""
     if find_creation_blocker(facts) is not None:
         return PolicyResult(status=status)
-    resume_at = max(failure_budgets.find_backoff_end(status.failures, facts.now), next_creation_at(status, facts.now))
+    resume_at = max(failure_budgets.find_backoff_end(status.failures, facts.now), find_next_creation(status, facts.now))
     create_at = max(resume_at, facts.observed.create_after)
     if facts.now < create_at:
         return PolicyResult(status=status, requeue_at=(create_at,))
@@ -287,8 +289,8 @@ def _create_pods(
     status = status.replaced(next_pod_ordinal=ordinals.stop)
     avoided = AvoidedNodes(required=list_forbidden_nodes(facts, status), preferred=status.avoided_nodes)
     manifests = build_worker_pods(facts.job, facts.settings, ordinals, avoided, extras=extras)
-    manifests = [{**pod, "spec": with_affinity(pod["spec"], facts.job, facts.settings)} for pod in manifests]
-    manifests = _with_units(facts, manifests, ordinals, completed)
+    manifests = [{**pod, "spec": add_affinity(pod["spec"], facts.job, facts.settings)} for pod in manifests]
+    manifests = _assign_units(facts, manifests, ordinals, completed)
     actions: tuple[Action, ...] = ()
     for feature in facts.features:
         applied_actions, manifests = feature.place_pods(facts, status, manifests)
@@ -296,15 +298,15 @@ def _create_pods(
     return PolicyResult(status=status, actions=(*actions, *map(CreatePod, manifests)))
 
 
-def _with_units(facts: Facts, manifests: list[Json], ordinals: range, completed: tuple[str, ...]) -> list[Json]:
+def _assign_units(facts: Facts, manifests: list[Json], ordinals: range, completed: tuple[str, ...]) -> list[Json]:
     """Return the pods, each placed with the others of its unit, where a unit has several nodes."""
     if facts.unit_nodes == 1:
         return manifests
-    topology_key = facts.job.spec.workers.accelerator.unit_label()
+    topology_key = facts.job.spec.workers.accelerator.find_unit_label()
     firsts = ordinals[len(completed) :: facts.unit_nodes]
-    new_units = (names.unit_name(facts.job.id, first) for first in firsts for _ in range(facts.unit_nodes))
+    new_units = (names.format_unit_name(facts.job.id, first) for first in firsts for _ in range(facts.unit_nodes))
     return [
-        with_unit(pod, unit, topology_key)
+        assign_unit(pod, unit, topology_key)
         for pod, unit in zip(manifests, chain(completed, new_units), strict=False)  # the last unit may lack pods
     ]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.status.conditions import ConditionStatus, ConditionType
-from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, with_condition
+from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.progress import is_past_steps
 
@@ -38,24 +38,24 @@ def set_checkpoint_health(facts: Facts, status: StatusT) -> tuple[StatusT, tuple
     kind, now = ConditionType.CHECKPOINT_HEALTHY, facts.now
     if storage_failures and storage_failures[-1].recovered_seconds is None:
         message = f"checkpoint storage is unavailable: {storage_failures[-1].message}"
-        return with_condition(status, kind, False, Reason.STORAGE_UNAVAILABLE, message, now=now), ()
+        return set_condition(status, kind, False, Reason.STORAGE_UNAVAILABLE, message, now=now), ()
     overdue, requeue_at = _describe_overdue(facts, status)
     if overdue:
-        return with_condition(status, kind, False, Reason.CHECKPOINT_OVERDUE, overdue, now=now), requeue_at
-    if _alarm_continues(facts, status):
+        return set_condition(status, kind, False, Reason.CHECKPOINT_OVERDUE, overdue, now=now), requeue_at
+    if _is_alarm_active(facts, status):
         return status, requeue_at
     if status.checkpoint.durable_step >= 0:
         message = "durable checkpoints are committed"
-        return with_condition(status, kind, True, Reason.COMMITTED, message, now=now), requeue_at
+        return set_condition(status, kind, True, Reason.COMMITTED, message, now=now), requeue_at
     if find_condition(status, kind) is None or facts.current is None:
         reason, message = Reason.NOTHING_COMMITTED, "no durable checkpoint is known yet"
         if not facts.job.spec.workload.checkpoint_folder:
             reason, message = Reason.CHECKPOINTS_UNKNOWN, "the job has no spec.program.checkpoints"
-        return with_condition(status, kind, None, reason, message, now=now), requeue_at
+        return set_condition(status, kind, None, reason, message, now=now), requeue_at
     return status, requeue_at
 
 
-def _alarm_continues(facts: Facts, status: PublicStatus) -> bool:
+def _is_alarm_active(facts: Facts, status: PublicStatus) -> bool:
     """Return whether there is an alarm, and no commit since it began."""
     alarm, durable = find_condition(status, ConditionType.CHECKPOINT_HEALTHY), facts.job.spec.checkpoint.durable
     if alarm is None or alarm.reason not in _ALARMS or alarm.status is not ConditionStatus.FALSE:

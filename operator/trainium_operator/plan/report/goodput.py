@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING
 from trainium_contract.pages.formatting import format_percent
 from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_contract.status.ledger import DOWN_STAGES, OVERHEAD, STAGES, STARTUP, StageSeconds
-from trainium_operator.plan.history.interruptions import entry_identity
-from trainium_operator.plan.report.step_time import count_steps, productive_seconds, reference_seconds, sample_step_time
+from trainium_operator.plan.history.interruptions import get_identity
+from trainium_operator.plan.report.step_time import (
+    compute_productive_seconds,
+    count_steps,
+    find_reference_seconds,
+    sample_step_time,
+)
 from trainium_operator.plan.view.progress import is_past_steps
 
 if TYPE_CHECKING:
@@ -71,12 +76,12 @@ def _start_and_load_times(facts: Facts, entry: Interruption) -> tuple[float, flo
     is_over = entry.recovered_seconds is not None
     if not is_over and len(reports) < len(facts.members):
         return 0.0, 0.0
-    return _latest_time([report.started for report in reports], over=is_over), _latest_time(
+    return _find_latest_time([report.started for report in reports], over=is_over), _find_latest_time(
         [report.loaded for report in reports], over=is_over
     )
 
 
-def _latest_time(times: list[float], *, over: bool) -> float:
+def _find_latest_time(times: list[float], *, over: bool) -> float:
     return max(times, default=0.0) if over or all(times) else 0.0
 
 
@@ -86,7 +91,7 @@ _MAX_STAGES = 8
 def update_goodput(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Update the ledger; call when this plan's changes of the history are complete."""
     goodput = status.goodput
-    held_nodes, is_running = _held_nodes(facts), facts.current is not None
+    held_nodes, is_running = _count_held_nodes(facts), facts.current is not None
     if not is_running and not held_nodes:
         return status.replaced(goodput=goodput.replaced(accounted_until=None, starting=True))
     since = goodput.accounted_until if goodput.accounted_until is not None else facts.now
@@ -95,32 +100,32 @@ def update_goodput(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus
     goodput = goodput.replaced(accounted_until=facts.now, node_seconds=round(node_seconds, 3))
     if not is_running:
         goodput = _charge_wait_for_start(facts, goodput.replaced(starting=True), passed_seconds)
-        return status.replaced(goodput=_with_totals(facts, goodput, pending=0.0))
+        return status.replaced(goodput=_compute_totals(facts, goodput, pending=0.0))
     old = facts.job.status
     # A fault that is detected late began in the time set aside for a stage, which stays open until all is charged.
     aside_seconds = sum(goodput.stage_seconds.values()) if is_past_steps(old) else 0.0
     wall_seconds = round(goodput.wall_seconds + aside_seconds + passed_seconds, 3)
     goodput = goodput.replaced(wall_seconds=wall_seconds)
     is_interrupted, is_starting = any(entry.is_open for entry in status.history), goodput.starting
-    recent_stage_seconds = 0.0 if is_interrupted else _recent_stage_seconds(facts, passed_seconds)
+    recent_stage_seconds = 0.0 if is_interrupted else _measure_recent_stage(facts, passed_seconds)
     goodput = _charge_startup(facts, goodput, 0.0 if is_interrupted else passed_seconds - recent_stage_seconds)
-    lost_before = _lost_seconds(goodput)
+    lost_before = _sum_lost_seconds(goodput)
     goodput, history = _charge_interruptions(facts, status.history, goodput, passed_seconds if is_starting else None)
-    stage_seconds = aside_seconds + passed_seconds - (_lost_seconds(goodput) - lost_before)
+    stage_seconds = aside_seconds + passed_seconds - (_sum_lost_seconds(goodput) - lost_before)
     if is_starting or not is_past_steps(old) or any(entry.is_open for entry in old.history):
         stage_seconds = min(stage_seconds, aside_seconds + recent_stage_seconds)
     goodput = _set_stage_seconds(
         goodput,
-        old.stage if is_past_steps(old) else _current_stage(facts),
+        old.stage if is_past_steps(old) else _find_current_stage(facts),
         max(0.0, stage_seconds),
         aside_seconds,
         held_nodes,
     )
     was_interrupted = any(entry.is_open for entry in old.history)
-    is_undisturbed = not (is_interrupted or was_interrupted or is_starting or _current_stage(facts))
+    is_undisturbed = not (is_interrupted or was_interrupted or is_starting or _find_current_stage(facts))
     goodput = sample_step_time(facts, goodput, clean=is_undisturbed)
-    pending_seconds = _current_step_seconds(facts, goodput) if is_undisturbed else 0.0
-    totals = _with_totals(facts, goodput, pending=pending_seconds)
+    pending_seconds = _measure_current_step(facts, goodput) if is_undisturbed else 0.0
+    totals = _compute_totals(facts, goodput, pending=pending_seconds)
     if is_undisturbed and (cause := _find_waiting_cause(facts)):
         totals = _charge_waiting(facts, totals, cause, old.goodput, pending=pending_seconds)
     return status.replaced(goodput=totals, history=history)
@@ -145,22 +150,22 @@ def _charge_waiting(
 ) -> GoodputStatus:
     """Move the overhead that was added while a feature waited to its cause."""
     seconds = goodput.lost_seconds.get(OVERHEAD, 0.0) - before.lost_seconds.get(OVERHEAD, 0.0)
-    return _with_totals(facts, _add_waiting(goodput, cause, seconds), pending=pending) if seconds > 0 else goodput
+    return _compute_totals(facts, _add_waiting(goodput, cause, seconds), pending=pending) if seconds > 0 else goodput
 
 
 def _add_waiting(goodput: GoodputStatus, cause: str, seconds: float) -> GoodputStatus:
     lost_seconds, by_stage = dict(goodput.lost_seconds), dict(goodput.lost_by_stage)
     lost_seconds[cause] = by_stage[cause] = round(lost_seconds.get(cause, 0.0) + seconds, 3)
-    return goodput.replaced(lost_seconds=_without_zeros(lost_seconds), lost_by_stage=_without_zeros(by_stage))
+    return goodput.replaced(lost_seconds=_drop_zeros(lost_seconds), lost_by_stage=_drop_zeros(by_stage))
 
 
-def _current_stage(facts: Facts) -> str:
+def _find_current_stage(facts: Facts) -> str:
     """Return the stage after the last step that the ranks are in; empty for none."""
     progress = facts.newest_progress
     return "" if progress is None or progress.training else progress.stage
 
 
-def _recent_stage_seconds(facts: Facts, passed: float) -> float:
+def _measure_recent_stage(facts: Facts, passed: float) -> float:
     """Return how much of the last `passed` seconds the ranks were in their present stage."""
     progress = facts.newest_progress
     if progress is None or progress.training:
@@ -181,13 +186,13 @@ def _set_stage_seconds(goodput: GoodputStatus, stage: str, seconds: float, befor
     else:
         seconds = before
     return goodput.replaced(
-        stage_seconds=_without_zeros({name: round(each, 3) for name, each in stages.items()}),
+        stage_seconds=_drop_zeros({name: round(each, 3) for name, each in stages.items()}),
         wall_seconds=round(max(0.0, goodput.wall_seconds - seconds), 3),
         node_seconds=round(max(0.0, goodput.node_seconds - (seconds - before) * held), 3),
     )
 
 
-def _held_nodes(facts: Facts) -> int:
+def _count_held_nodes(facts: Facts) -> int:
     """Return the nodes that this job's pods hold, spares included, and those in quarantine because of it."""
     held_nodes = {worker.pod.node for worker in facts.workers.values() if worker.pod.node and worker.holds_node}
     return len(held_nodes | (facts.observed.fleet.quarantined & set(facts.job.status.avoided_nodes)))
@@ -205,15 +210,15 @@ def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> Good
     )
     goodput, steps, ended_at = count_steps(facts, goodput)
     if not starting and is_first and steps and not facts.job.spec.workload.reports_each_step:
-        starting, passed = True, max(passed, goodput.wall_seconds - _lost_seconds(goodput))
+        starting, passed = True, max(passed, goodput.wall_seconds - _sum_lost_seconds(goodput))
     if not starting:
         return goodput
     lost_seconds = goodput.lost_seconds.get(STARTUP, 0.0) + passed
     if steps and passed:
         seconds_after = min(passed, max(0.0, facts.now - ended_at)) if ended_at else 0.0
-        lost_seconds -= seconds_after + steps * _reference_step_seconds(facts, goodput)
+        lost_seconds -= seconds_after + steps * _find_reference_step_seconds(facts, goodput)
     return _set_loss(goodput, STARTUP, max(0.0, lost_seconds), StageSeconds(), startup=True).replaced(
-        starting=not steps and not _current_stage(facts) and facts.steady_time is None
+        starting=not steps and not _find_current_stage(facts) and facts.steady_time is None
     )
 
 
@@ -226,7 +231,7 @@ def _charge_interruptions(
     """
     status = facts.job.status
     closed = [closed_entry for closed_entry in status.history if not closed_entry.is_open]
-    settled = {entry_identity(closed_entry) for closed_entry in closed if closed_entry.stages is not None}
+    settled = {get_identity(closed_entry) for closed_entry in closed if closed_entry.stages is not None}
     charged = list(history)
     covered_until = 0.0
     for index in sorted(range(len(history)), key=lambda index: history[index].failed_at or 0.0):
@@ -234,10 +239,10 @@ def _charge_interruptions(
         if entry.failed_at is None or entry.response is RecoveryResponse.STOP:
             continue
         ended_at = facts.now if entry.is_open else entry.failed_at + (entry.recovered_seconds or 0.0)
-        if entry_identity(entry) not in settled:
+        if get_identity(entry) not in settled:
             start = max(entry.failed_at, covered_until)
             stages = split_by_stage(
-                facts, entry, start, max(start, ended_at - _first_step_seconds(facts, goodput, entry))
+                facts, entry, start, max(start, ended_at - _estimate_first_step_seconds(facts, goodput, entry))
             )
             goodput, stages = _charge_interruption(goodput, entry, stages, starting)
             charged[index] = entry.replaced(stages=stages)
@@ -245,11 +250,11 @@ def _charge_interruptions(
     return goodput, tuple(charged)
 
 
-def _first_step_seconds(facts: Facts, goodput: GoodputStatus, entry: Interruption) -> float:
+def _estimate_first_step_seconds(facts: Facts, goodput: GoodputStatus, entry: Interruption) -> float:
     """Return the reference time of the step that ended an interruption: it is productive; 0 without such a step."""
-    if entry.is_open or facts.job.spec.suspend or _current_stage(facts):
+    if entry.is_open or facts.job.spec.suspend or _find_current_stage(facts):
         return 0.0
-    return _reference_step_seconds(facts, goodput)
+    return _find_reference_step_seconds(facts, goodput)
 
 
 def _charge_interruption(
@@ -264,7 +269,7 @@ def _charge_interruption(
         goodput = _set_loss(
             goodput, STARTUP, startup_seconds - (added_seconds - starting), StageSeconds(), startup=True
         )
-    unlost_seconds = goodput.wall_seconds - _lost_seconds(goodput)
+    unlost_seconds = goodput.wall_seconds - _sum_lost_seconds(goodput)
     if added_seconds > unlost_seconds + 0.001 and stages.total > 0:
         fraction = max(0.0, unlost_seconds + charged.total) / stages.total
         stages = StageSeconds(**{name: round(getattr(stages, name) * fraction, 3) for name in STAGES})
@@ -286,36 +291,36 @@ def _set_loss(
         if stage_seconds:
             stage = name.capitalize()
             by_stage[stage] = round(max(0.0, by_stage.get(stage, 0.0) + stage_seconds), 3)
-    return goodput.replaced(lost_seconds=_without_zeros(lost_seconds), lost_by_stage=_without_zeros(by_stage))
+    return goodput.replaced(lost_seconds=_drop_zeros(lost_seconds), lost_by_stage=_drop_zeros(by_stage))
 
 
-def _without_zeros(seconds: dict[str, float]) -> dict[str, float]:
+def _drop_zeros(seconds: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in seconds.items() if value > 0}
 
 
-def _lost_seconds(goodput: GoodputStatus) -> float:
+def _sum_lost_seconds(goodput: GoodputStatus) -> float:
     return sum(value for key, value in goodput.lost_seconds.items() if key != OVERHEAD)
 
 
-def _reference_step_seconds(facts: Facts, goodput: GoodputStatus) -> float:
+def _find_reference_step_seconds(facts: Facts, goodput: GoodputStatus) -> float:
     """Return the reference step time at the current size; 0 while there is none."""
-    return reference_seconds(goodput, len(facts.members), facts.job.spec.batch_shape()) or 0.0
+    return find_reference_seconds(goodput, len(facts.members), facts.job.spec.batch_shape()) or 0.0
 
 
-def _current_step_seconds(facts: Facts, goodput: GoodputStatus) -> float:
+def _measure_current_step(facts: Facts, goodput: GoodputStatus) -> float:
     """Return the seconds of the current step, at most the reference."""
     ended = goodput.window.at
-    if goodput.starting or ended is None or _current_stage(facts):
+    if goodput.starting or ended is None or _find_current_stage(facts):
         return 0.0
-    return min(max(0.0, facts.now - ended), _reference_step_seconds(facts, goodput))
+    return min(max(0.0, facts.now - ended), _find_reference_step_seconds(facts, goodput))
 
 
-def _with_totals(facts: Facts, goodput: GoodputStatus, *, pending: float) -> GoodputStatus:
+def _compute_totals(facts: Facts, goodput: GoodputStatus, *, pending: float) -> GoodputStatus:
     """Compute sums and ratios; `pending` seconds belong to the current step."""
-    wall_seconds, lost_seconds = goodput.wall_seconds, _lost_seconds(goodput)
+    wall_seconds, lost_seconds = goodput.wall_seconds, _sum_lost_seconds(goodput)
     available = max(0.0, wall_seconds - lost_seconds)
     size = len(facts.members)
-    step_totals = productive_seconds(goodput, facts.job.spec.batch_shape())
+    step_totals = compute_productive_seconds(goodput, facts.job.spec.batch_shape())
     if step_totals is None:
         productive, node_productive = available, available * size
     else:
@@ -331,8 +336,8 @@ def _with_totals(facts: Facts, goodput: GoodputStatus, *, pending: float) -> Goo
     ratio = _compute_ratio(productive, wall_seconds) if is_known else None
     return goodput.replaced(
         productive_seconds=round(productive, 3),
-        lost_seconds=_without_zeros({**by_cause, OVERHEAD: overhead}),
-        lost_by_stage=_without_zeros({**by_stage, OVERHEAD: overhead}),
+        lost_seconds=_drop_zeros({**by_cause, OVERHEAD: overhead}),
+        lost_by_stage=_drop_zeros({**by_stage, OVERHEAD: overhead}),
         ratio=ratio,
         percent="" if ratio is None or not wall_seconds else format_percent(ratio),
         uptime_ratio=_compute_ratio(wall_seconds - down_seconds, wall_seconds),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.pages.formatting import pluralize
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER
-from trainium_operator.plan.model.conditions import with_condition
+from trainium_operator.plan.model.conditions import set_condition
 from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_names
@@ -37,12 +37,12 @@ def set_pods_ready(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus
     kind = ConditionType.PODS_READY
     if registered >= desired:
         message = f"{pluralize(desired, 'worker')} {'is' if desired == 1 else 'are'} registered"
-        return with_condition(status, kind, True, Reason.ALL_READY, message, now=facts.now)
+        return set_condition(status, kind, True, Reason.ALL_READY, message, now=facts.now)
     reason, explanation = _explain_missing_workers(facts, status)
     message = (
         f"{registered} of {pluralize(desired, 'worker')} {'is' if desired == 1 else 'are'} registered. {explanation}"
     )
-    return with_condition(status, kind, False, reason, message, now=facts.now)
+    return set_condition(status, kind, False, reason, message, now=facts.now)
 
 
 def _explain_missing_workers(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import PolicyResult, event
-from trainium_operator.plan.model.conditions import find_condition, is_true, with_condition
+from trainium_operator.plan.model.actions import PolicyResult, build_event_intent
+from trainium_operator.plan.model.conditions import find_condition, is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import describe_creation_refusal
 
@@ -37,13 +37,13 @@ def report_differences(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     old = find_condition(facts.job.status, _CONDITION)
     if not differences:
         if old is not None:
-            status = with_condition(status, _CONDITION, True, Reason.RECONCILED, "", now=facts.now)
+            status = set_condition(status, _CONDITION, True, Reason.RECONCILED, "", now=facts.now)
         return PolicyResult(status=status, requeue_at=requeue_at)
     more = f"; and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
     reason, text = differences[0][0], "; ".join(sentence for _, sentence in differences[:_MAX_SHOWN]) + more
-    status = with_condition(status, _CONDITION, False, reason, text, now=facts.now)
+    status = set_condition(status, _CONDITION, False, reason, text, now=facts.now)
     is_new = old is None or old.reason != reason
-    events = (event(reason, text, warning=True),) if is_new else ()
+    events = (build_event_intent(reason, text, warning=True),) if is_new else ()
     return PolicyResult(status=status, events=events, requeue_at=requeue_at)
 
 
@@ -58,7 +58,7 @@ def _list_differences(facts: Facts, status: TrainingJobStatus) -> Iterator[tuple
         if pod.deletion_deadline is not None and facts.now >= pod.deletion_deadline + DELETION_SECONDS:
             yield Reason.DELETION_PENDING, _describe_pending_deletion(pod)
     pods = {pod.name for pod in facts.observed.pods}
-    own_condition = f"NetworkPolicy/{names.network_policy_name(facts.job.name)}"
+    own_condition = f"NetworkPolicy/{names.format_network_policy_name(facts.job.name)}"
     for place, refusal in sorted(facts.observed.refusals.items()):
         kind, _, name = place.partition("/")
         if place == own_condition or (kind == "Pod" and name not in pods):

@@ -41,7 +41,7 @@ def describe_activity(status: PublicStatus) -> str:
     return _ACTIVITIES.get(status.stage, "training")
 
 
-def artifact_key(artifact: ArtifactReport) -> tuple[str, int, str]:
+def get_artifact_key(artifact: ArtifactReport) -> tuple[str, int, str]:
     """Return the identity of an artifact."""
     return artifact.kind, artifact.step, artifact.path
 
@@ -58,5 +58,5 @@ def describe_evaluation(figures: Iterable[EvaluationFigure]) -> str:
 
 def _merge_artifacts(old: tuple[ArtifactReport, ...], reported: list[ArtifactReport]) -> tuple[ArtifactReport, ...]:
     """Return each artifact once with its newest figures: the newest steps, oldest first."""
-    by_key = {artifact_key(artifact): artifact for artifact in (*old, *reported)}
+    by_key = {get_artifact_key(artifact): artifact for artifact in (*old, *reported)}
     return tuple(sorted(by_key.values(), key=lambda artifact: artifact.step)[-MAX_ARTIFACTS:])

@@ -34,11 +34,11 @@ def count_steps(facts: Facts, goodput: GoodputStatus) -> tuple[GoodputStatus, in
         counted = min(progress.step, progress.resume_step or 0)
     new_steps = max(0, progress.step - counted)
     if new_steps:
-        goodput = _with_steps(goodput, len(facts.members), new_steps, facts.job.spec.batch_shape())
+        goodput = _add_steps(goodput, len(facts.members), new_steps, facts.job.spec.batch_shape())
     return goodput.replaced(counted_step=counted + new_steps), new_steps, progress.updated
 
 
-def reference_seconds(goodput: GoodputStatus, size: int, shape: BatchShape) -> float | None:
+def find_reference_seconds(goodput: GoodputStatus, size: int, shape: BatchShape) -> float | None:
     """Return the reference step time at this size; without one, scaled from another size by the passes of a step."""
     exact = next((account.step_seconds for account in goodput.sizes if account.size == size), None)
     if exact is not None or size == 0:
@@ -54,11 +54,11 @@ def _step_time_ratio(known: int, size: int, shape: BatchShape) -> float:
     return after / before if before and after else known / size
 
 
-def productive_seconds(goodput: GoodputStatus, shape: BatchShape) -> tuple[float, float] | None:
+def compute_productive_seconds(goodput: GoodputStatus, shape: BatchShape) -> tuple[float, float] | None:
     """Return the counted steps at their reference in seconds and in node seconds; None without any reference."""
     seconds, node_seconds = goodput.earlier_seconds, goodput.earlier_node_seconds
     for account in goodput.sizes:
-        reference = reference_seconds(goodput, account.size, shape)
+        reference = find_reference_seconds(goodput, account.size, shape)
         if reference is None:
             return None
         seconds += account.steps * reference
@@ -78,15 +78,15 @@ def sample_step_time(facts: Facts, goodput: GoodputStatus, *, clean: bool) -> Go
         return goodput.replaced(window=new_window)
     if progress.step == window.step or progress.updated <= window.at:
         return goodput
-    sample = _median_step_seconds(facts) or (progress.updated - window.at) / (progress.step - window.step)
+    sample = _find_median_step_seconds(facts) or (progress.updated - window.at) / (progress.step - window.step)
     samples = (*window.samples, round(sample, 6))
-    goodput = _with_reference(goodput, size, samples, facts.job.spec.batch_shape())
+    goodput = _update_reference(goodput, size, samples, facts.job.spec.batch_shape())
     kept = () if len(samples) >= WINDOW_SAMPLES else samples
     new_window = StepWindow(size=size, step=progress.step, at=progress.updated, samples=kept)
     return goodput.replaced(window=new_window)
 
 
-def _median_step_seconds(facts: Facts) -> float | None:
+def _find_median_step_seconds(facts: Facts) -> float | None:
     """Return the agents' median step time; None if they do not measure it."""
     reported = [
         heartbeat.timing.step_seconds
@@ -96,28 +96,30 @@ def _median_step_seconds(facts: Facts) -> float | None:
     return median(reported) if reported and min(reported) > 0 else None
 
 
-def _with_reference(goodput: GoodputStatus, size: int, samples: tuple[float, ...], shape: BatchShape) -> GoodputStatus:
+def _update_reference(
+    goodput: GoodputStatus, size: int, samples: tuple[float, ...], shape: BatchShape
+) -> GoodputStatus:
     """Set the reference by a full window, or lower it; until the first is full, use the samples so far."""
     value = round(median(samples), 6)
     account = next((entry for entry in goodput.sizes if entry.size == size), SizeAccount(size=size))
     is_full, old_seconds = len(samples) >= WINDOW_SAMPLES, account.step_seconds
     if old_seconds is None or not account.settled or (is_full and value < _CLEARLY_FASTER * old_seconds):
         account = account.replaced(step_seconds=value, settled=account.settled or is_full)
-    return _with_account(goodput, account, shape)
+    return _add_account(goodput, account, shape)
 
 
-def _with_steps(goodput: GoodputStatus, size: int, steps: int, shape: BatchShape) -> GoodputStatus:
+def _add_steps(goodput: GoodputStatus, size: int, steps: int, shape: BatchShape) -> GoodputStatus:
     account = next((entry for entry in goodput.sizes if entry.size == size), SizeAccount(size=size))
-    return _with_account(goodput, account.replaced(steps=account.steps + steps), shape)
+    return _add_account(goodput, account.replaced(steps=account.steps + steps), shape)
 
 
-def _with_account(goodput: GoodputStatus, account: SizeAccount, shape: BatchShape) -> GoodputStatus:
+def _add_account(goodput: GoodputStatus, account: SizeAccount, shape: BatchShape) -> GoodputStatus:
     """Add this account as the newest; the oldest beyond the limit becomes a plain sum."""
     sizes = [other for other in goodput.sizes if other.size != account.size]
     seconds, node_seconds = goodput.earlier_seconds, goodput.earlier_node_seconds
     while len(sizes) >= MAX_SIZES:
         oldest = sizes.pop(0)
-        past_seconds = oldest.steps * (reference_seconds(goodput, oldest.size, shape) or 0.0)
+        past_seconds = oldest.steps * (find_reference_seconds(goodput, oldest.size, shape) or 0.0)
         seconds, node_seconds = seconds + past_seconds, node_seconds + past_seconds * oldest.size
     return goodput.replaced(
         sizes=(*sizes, account), earlier_seconds=round(seconds, 3), earlier_node_seconds=round(node_seconds, 3)

@@ -26,8 +26,8 @@ from trainium_contract.status.results import Alert, StepFigures
 from trainium_contract.wire.messages import AlertKind, HeartbeatRequest, Member, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import compute_template_hash, is_outdated
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import EventIntent, PolicyResult, event
-from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, with_condition
+from trainium_operator.plan.model.actions import EventIntent, PolicyResult, build_event_intent
+from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.gang_policy import set_admitted
 from trainium_operator.plan.report.checkpoint_health import set_checkpoint_health
@@ -36,7 +36,7 @@ from trainium_operator.plan.report.missing_workers import find_slow_start_times,
 from trainium_operator.plan.report.run_results import describe_activity, record_results
 from trainium_operator.plan.view.facts import (
     Facts,
-    current_heartbeats,
+    select_current_heartbeats,
 )
 from trainium_operator.plan.view.progress import count_total_steps, sort_by_steps
 from trainium_operator.plan.view.workers import RECONNECT_SECONDS
@@ -55,7 +55,7 @@ def set_nodes_healthy(facts: Facts, status: StatusT) -> StatusT:
     """Set the condition; it stays unchanged while no node is known."""
     if facts.lost_contact:
         kind, reason = ConditionType.NODES_HEALTHY, Reason.CONTACT_LOST
-        return with_condition(status, kind, None, reason, facts.lost_contact, now=facts.now)
+        return set_condition(status, kind, None, reason, facts.lost_contact, now=facts.now)
     if not facts.observed.nodes:
         return status
     freeze_reason = facts.observed.fleet.frozen
@@ -65,13 +65,13 @@ def set_nodes_healthy(facts: Facts, status: StatusT) -> StatusT:
     if not problems:
         reason = Reason.NODE_ACTIONS_FROZEN if freeze_reason else Reason.NODES_HEALTHY
         message = freeze_reason or "nothing is wrong with the nodes in use"
-        return with_condition(status, ConditionType.NODES_HEALTHY, True, reason, message, now=facts.now)
+        return set_condition(status, ConditionType.NODES_HEALTHY, True, reason, message, now=facts.now)
     nodes = sorted(problems, key=lambda node: (-problems[node].severity, node))
     described = "; ".join(_format_problem(node, problems[node]) for node in nodes[:_MAX_NODES_SHOWN])
     suffix = f"; and {len(nodes) - _MAX_NODES_SHOWN} more nodes" if len(nodes) > _MAX_NODES_SHOWN else ""
     reason = Reason.NODE_ACTIONS_FROZEN if freeze_reason else Reason.NODE_UNHEALTHY
     message = f"{described}{suffix}. {freeze_reason}" if freeze_reason else described + suffix
-    return with_condition(status, ConditionType.NODES_HEALTHY, False, reason, message, now=facts.now)
+    return set_condition(status, ConditionType.NODES_HEALTHY, False, reason, message, now=facts.now)
 
 
 def _format_problem(node: str, problem: NodeProblem) -> str:
@@ -90,13 +90,13 @@ def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJo
         return status.replaced(compiled=public.CompiledStatus()) if status.compiled.sizes else status
     reports = [report for worker in facts.workers.values() if worker.heartbeat for report in worker.heartbeat.compiled]
     # Workers that exist when the requested size changes have not compiled the new one.
-    known_sizes = dict.fromkeys((*(status.compiled.sizes or _compiled_first(facts)), *_stepped_size(facts)))
+    known_sizes = dict.fromkeys((*(status.compiled.sizes or _list_compiled_first(facts)), *_find_stepped_size(facts)))
     workers = facts.job.spec.workers
     max_size = max(workers.replicas, workers.max_replicas or 0)
     new_reports = [
         report
         for report in reports
-        if report.nodes not in known_sizes and report.nodes <= max_size and facts.size.micro_batches(report.nodes)
+        if report.nodes not in known_sizes and report.nodes <= max_size and facts.size.count_micro_batches(report.nodes)
     ]
     sizes = tuple(dict.fromkeys((*known_sizes, *(report.nodes for report in new_reports))))[:MAX_COMPILED]
     seconds = max(
@@ -105,12 +105,12 @@ def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJo
     return status.replaced(compiled=public.CompiledStatus(sizes=sizes, seconds=round(seconds, 1) if seconds else None))
 
 
-def _compiled_first(facts: Facts) -> tuple[int, ...]:
+def _list_compiled_first(facts: Facts) -> tuple[int, ...]:
     """Return the sizes that all members compiled before they joined; none before the first generation."""
     return () if facts.current is None else facts.size.compiled_first
 
 
-def _stepped_size(facts: Facts) -> tuple[int, ...]:
+def _find_stepped_size(facts: Facts) -> tuple[int, ...]:
     """Return the current size after its first step; none before."""
     progress = facts.newest_progress if facts.current is not None else None
     has_stepped = progress is not None and progress.step > (progress.resume_step or 0)
@@ -128,7 +128,7 @@ def count_outdated_pods(facts: Facts, status: TrainingJobStatus) -> PolicyResult
             f"{outdated} of {len(running)} workers have an earlier pod template and continue unchanged; new pods have "
             "the new one. To update all, suspend the job and resume it."
         )
-        events = (event(Reason.TEMPLATE_CHANGED, note),)
+        events = (build_event_intent(Reason.TEMPLATE_CHANGED, note),)
     return PolicyResult(status=status.replaced(outdated_pods=outdated), events=events)
 
 
@@ -160,22 +160,22 @@ def set_standard_conditions(status: StatusT, now: float) -> StatusT:
     failed = find_condition(status, ConditionType.FAILED)
     if failed is not None and failed.status is ConditionStatus.TRUE:
         reason = Reason(failed.reason)
-        status = with_condition(status, ConditionType.READY, False, reason, failed.message, now=now)
-        status = with_condition(status, ConditionType.STALLED, True, reason, failed.message, now=now)
-        return with_condition(status, ConditionType.FINISHED, True, reason, "the job has failed", now=now)
+        status = set_condition(status, ConditionType.READY, False, reason, failed.message, now=now)
+        status = set_condition(status, ConditionType.STALLED, True, reason, failed.message, now=now)
+        return set_condition(status, ConditionType.FINISHED, True, reason, "the job has failed", now=now)
     if is_true(status, ConditionType.COMPLETE):
         text = "the job has completed"
-        status = with_condition(status, ConditionType.READY, True, Reason.COMPLETED, text, now=now)
-        status = with_condition(status, ConditionType.STALLED, False, Reason.COMPLETED, "", now=now)
-        return with_condition(status, ConditionType.FINISHED, True, Reason.COMPLETED, text, now=now)
+        status = set_condition(status, ConditionType.READY, True, Reason.COMPLETED, text, now=now)
+        status = set_condition(status, ConditionType.STALLED, False, Reason.COMPLETED, "", now=now)
+        return set_condition(status, ConditionType.FINISHED, True, Reason.COMPLETED, text, now=now)
     reason, message = _explain_phase(status)
-    status = with_condition(status, ConditionType.READY, reason is Reason.TRAINING, reason, message, now=now)
+    status = set_condition(status, ConditionType.READY, reason is Reason.TRAINING, reason, message, now=now)
     blocked = next(
         (condition for condition in status.conditions if _is_blocking(condition.status, condition.reason)), None
     )
     stalled_reason, message = (Reason(blocked.reason), blocked.message) if blocked else (Reason.PROGRESSING, "")
-    status = with_condition(status, ConditionType.STALLED, blocked is not None, stalled_reason, message, now=now)
-    return with_condition(status, ConditionType.FINISHED, False, Reason.PROGRESSING, "", now=now)
+    status = set_condition(status, ConditionType.STALLED, blocked is not None, stalled_reason, message, now=now)
+    return set_condition(status, ConditionType.FINISHED, False, Reason.PROGRESSING, "", now=now)
 
 
 def _explain_phase(status: StatusT) -> tuple[Reason, str]:
@@ -230,31 +230,35 @@ def _set_counts(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
         replicas=len(facts.current.members) if facts.current else 0,
         ready_replicas=training,
         spares=len(facts.candidates),
-        membership=_relative_throughput(facts, status),
+        membership=_set_relative_throughput(facts, status),
         selector=names.format_selector(facts.job.name),
     )
 
 
-def _relative_throughput(facts: Facts, status: public.PublicStatus) -> public.MembershipStatus:
+def _set_relative_throughput(facts: Facts, status: public.PublicStatus) -> public.MembershipStatus:
     """Return the relative throughput of the current size, and the warm workers that it leaves out."""
     size, reserve = status.membership.size, status.membership.reserve
     if facts.current is not None and facts.current.generation == status.membership.generation:
         reserve = max(0, len(facts.candidates) - facts.job.spec.workers.spares)
-    passes, batch, speed = facts.size.micro_batches(size), facts.size.batch(size), round(facts.size.speed(size), 3)
+    passes, batch, speed = (
+        facts.size.count_micro_batches(size),
+        facts.size.compute_batch(size),
+        round(facts.size.compute_speed(size), 3),
+    )
     return status.membership.replaced(passes=passes, batch=batch, speed=speed, reserve=reserve)
 
 
 def _set_progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    heartbeats = sort_by_steps(facts.job.spec, _newest_heartbeats(facts))
+    heartbeats = sort_by_steps(facts.job.spec, _list_newest_heartbeats(facts))
     reports = [heartbeat.progress for _, heartbeat in heartbeats if heartbeat.progress is not None]
     if reports:
         newest = reports[0]
         # A program that was restarted has reported no step yet, and may end without one more.
         if facts.job.spec.workload.reports_each_step or newest.step > 0:
-            status = status.replaced(progress=_progress_status(facts, status, newest))
+            status = status.replaced(progress=_build_progress_status(facts, status, newest))
         status = status.replaced(
-            alerts=_newest_alerts(status.alerts, newest),
-            checkpoint=_newest_checkpoints(facts, status.checkpoint, reports),
+            alerts=_merge_alerts(status.alerts, newest),
+            checkpoint=_merge_checkpoints(facts, status.checkpoint, reports),
         )
         status = status.replaced(committed_step=status.checkpoint.durable_step)
         status = record_results(facts, status, reports).replaced(hang_detection=newest.hang_detection)
@@ -266,7 +270,7 @@ def _set_progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     return update_goodput(facts, status)
 
 
-def _progress_status(facts: Facts, status: public.PublicStatus, newest: Progress) -> public.ProgressStatus:
+def _build_progress_status(facts: Facts, status: public.PublicStatus, newest: Progress) -> public.ProgressStatus:
     figures = {name: getattr(newest, name) for name in StepFigures.model_fields}
     rounded = {name: round(value, _DECIMALS.get(name, 6)) for name, value in figures.items() if value is not None}
     has_moved = newest.step != status.progress.step or not status.progress.updated
@@ -282,24 +286,24 @@ def _set_progress_reported(facts: Facts, status: StatusT, reports: list[Progress
         return status
     kind, problem = ConditionType.PROGRESS_REPORTED, next((report.problem for report in reports if report.problem), "")
     if problem:
-        return with_condition(status, kind, False, Reason.PROGRESS_UNREADABLE, problem, now=facts.now)
+        return set_condition(status, kind, False, Reason.PROGRESS_UNREADABLE, problem, now=facts.now)
     if facts.has_reported_steps:
-        return with_condition(status, kind, True, Reason.PROGRESS_REPORTED, "steps are reported", now=facts.now)
+        return set_condition(status, kind, True, Reason.PROGRESS_REPORTED, "steps are reported", now=facts.now)
     message = "no step was reported yet: give program.progress.pattern, or report steps with trainium_worker"
-    return with_condition(status, kind, None, Reason.NO_STEP_REPORTED, message, now=facts.now)
+    return set_condition(status, kind, None, Reason.NO_STEP_REPORTED, message, now=facts.now)
 
 
-def _newest_heartbeats(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], ...]:
+def _list_newest_heartbeats(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], ...]:
     """Return the members' heartbeats; of a suspended job the last ones, which report their last save."""
     recorded = facts.observed.membership
     return (
-        current_heartbeats(facts.observed, recorded)
+        select_current_heartbeats(facts.observed, recorded)
         if facts.current is None and recorded is not None
         else facts.heartbeats
     )
 
 
-def _newest_alerts(old: tuple[Alert, ...], newest: Progress) -> tuple[Alert, ...]:
+def _merge_alerts(old: tuple[Alert, ...], newest: Progress) -> tuple[Alert, ...]:
     """Return the newest alert of each kind; a resumed run that repeats a step reports nothing new."""
     by_kind = {alert.kind: alert for alert in old}
     for alert in newest.alerts:
@@ -309,7 +313,7 @@ def _newest_alerts(old: tuple[Alert, ...], newest: Progress) -> tuple[Alert, ...
     return tuple(by_kind.values())
 
 
-def _newest_checkpoints(facts: Facts, old: public.CheckpointStatus, reports: list[Progress]) -> public.CheckpointStatus:
+def _merge_checkpoints(facts: Facts, old: public.CheckpointStatus, reports: list[Progress]) -> public.CheckpointStatus:
     """Return the step that every member holds in memory, and the newest committed one, which never decreases."""
     is_complete = facts.current is not None and len(reports) == len(facts.current.members)
     memory_step = min(report.memory_step for report in reports) if is_complete else old.memory_step
@@ -328,13 +332,13 @@ def _set_running(facts: Facts, status: StatusT) -> StatusT:
     kind = ConditionType.RUNNING
     if facts.is_settled:
         message = f"{describe_activity(status)} on {pluralize(status.replicas, 'node')}"
-        return with_condition(status, kind, True, Reason.TRAINING, message, now=facts.now)
+        return set_condition(status, kind, True, Reason.TRAINING, message, now=facts.now)
     if facts.current is None:
-        return with_condition(status, kind, False, Reason.NOT_STARTED, "no generation is in force", now=facts.now)
+        return set_condition(status, kind, False, Reason.NOT_STARTED, "no generation is in force", now=facts.now)
     if _open_entries(status):
-        return with_condition(status, kind, False, Reason.INTERRUPTED, "see the condition Recovering", now=facts.now)
+        return set_condition(status, kind, False, Reason.INTERRUPTED, "see the condition Recovering", now=facts.now)
     if not is_true(status, kind):
-        return with_condition(status, kind, False, Reason.STARTING, "workers are joining or loading", now=facts.now)
+        return set_condition(status, kind, False, Reason.STARTING, "workers are joining or loading", now=facts.now)
     return status
 
 
@@ -342,8 +346,8 @@ def _set_recovering(facts: Facts, status: StatusT) -> StatusT:
     kind = ConditionType.RECOVERING
     faults = [entry for entry in _open_entries(status) if entry.response not in PLANNED_RESPONSES]
     if not faults:
-        return with_condition(status, kind, False, Reason.NO_INTERRUPTION, "", now=facts.now)
-    return with_condition(status, kind, True, Reason.INTERRUPTED, faults[-1].message, now=facts.now)
+        return set_condition(status, kind, False, Reason.NO_INTERRUPTION, "", now=facts.now)
+    return set_condition(status, kind, True, Reason.INTERRUPTED, faults[-1].message, now=facts.now)
 
 
 def _set_resizing(facts: Facts, status: StatusT) -> StatusT:
@@ -352,11 +356,11 @@ def _set_resizing(facts: Facts, status: StatusT) -> StatusT:
     kind, present, desired = ConditionType.RESIZING, len(facts.current.members), status.desired
     is_requested = is_true(status, kind)
     if present == desired and not any(entry.response is RecoveryResponse.RESIZE for entry in _open_entries(status)):
-        return with_condition(status, kind, False, Reason.AT_SIZE, pluralize(present, "node"), now=facts.now)
+        return set_condition(status, kind, False, Reason.AT_SIZE, pluralize(present, "node"), now=facts.now)
     if is_requested or present >= desired:
         return status
     message = f"training on {present} of {desired} nodes until more workers are there"
-    return with_condition(status, kind, False, Reason.CAPACITY_MISSING, message, now=facts.now)
+    return set_condition(status, kind, False, Reason.CAPACITY_MISSING, message, now=facts.now)
 
 
 def _derive_phase(facts: Facts, status: public.PublicStatus) -> Phase:

@@ -16,21 +16,21 @@ COUNT_INTERVAL_SECONDS = 2.0
 """Shortest time between two status writes that only change the counts of workers."""
 
 
-def next_write_at(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatus) -> float:
+def find_next_write(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatus) -> float:
     """Return when the status may be written; one with only progress or counts waits after the last write."""
     if status == old:
         return 0.0
     if status.progress.step < old.progress.step:
         return 0.0  # training went back, or another client wrote the step
-    if only_progress_differs(old, status):
+    if is_only_progress_change(old, status):
         written_at = max(parse_rfc3339(old.progress.updated) or 0.0, old.goodput.accounted_until or 0.0)
         return written_at + facts.status_interval
-    if only_counts_differ(old, status):
+    if is_only_counts_change(old, status):
         return facts.observed.status_written + COUNT_INTERVAL_SECONDS
     return 0.0
 
 
-def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
+def is_only_counts_change(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
     """Return whether only counts of workers, the sentences about them, and progress have changed."""
     old_conditions = {condition.type: condition for condition in old.conditions}
     new_conditions = tuple(
@@ -45,7 +45,7 @@ def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
     # Since when too few hold nodes: only the time-out reads it, which is late by the same time.
     began_holding = old.gang.holding_since is None and new.gang.holding_since is not None
     gang = new.gang.replaced(holding_since=None) if began_holding else new.gang
-    return only_progress_differs(
+    return is_only_progress_change(
         old,
         new.replaced(
             ready_replicas=old.ready_replicas,
@@ -57,7 +57,7 @@ def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
     )
 
 
-def only_progress_differs(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
+def is_only_progress_change(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
     """Return whether a status write could wait: only progress, checkpoints and goodput have changed."""
     has_same_length = len(old.history) == len(new.history)
     history = zip(old.history, new.history, strict=True) if has_same_length else ()

@@ -37,19 +37,19 @@ _MAX_PAUSE_SECONDS = 900.0
 def correct_status(observed: Observed, size: SizeDecision) -> Observed:
     """Return the observation with a corrected status."""
     job = observed.job
-    status = _with_recorded_membership(_clamp_times(job.status, observed.now), observed, size)
+    status = _adopt_recorded_membership(_clamp_times(job.status, observed.now), observed, size)
     checkpoint = status.checkpoint
     if 0 <= status.committed_step != checkpoint.durable_step:
         status = status.replaced(checkpoint=checkpoint.replaced(durable_step=status.committed_step))
     return observed if status is job.status else replace(observed, job=replace(job, status=status))
 
 
-def _with_recorded_membership(status: TrainingJobStatus, observed: Observed, size: SizeDecision) -> TrainingJobStatus:
+def _adopt_recorded_membership(status: TrainingJobStatus, observed: Observed, size: SizeDecision) -> TrainingJobStatus:
     recorded, reported = observed.membership, status.membership
     if recorded is None or is_terminal(status):
         return status
     newer = reported.generation > recorded.generation
-    if (newer or reported.size == 0) and not _members_remain(observed, recorded):
+    if (newer or reported.size == 0) and not _has_all_members(observed, recorded):
         return status
     if newer and not _was_never_decided(status, observed, recorded):
         return status
@@ -65,13 +65,13 @@ def _with_recorded_membership(status: TrainingJobStatus, observed: Observed, siz
         attempt = min(reported.attempt, max(attempts)) if len(attempts) == count else reported.attempt
     if (reported.generation, reported.attempt, reported.size) == (recorded.generation, attempt, count):
         return status
-    parallel = size.data_parallel(count)
+    parallel = size.compute_data_parallel(count)
     return status.replaced(
         membership=MembershipStatus(generation=recorded.generation, attempt=attempt, size=count, data_parallel=parallel)
     )
 
 
-def _members_remain(observed: Observed, recorded: Membership) -> bool:
+def _has_all_members(observed: Observed, recorded: Membership) -> bool:
     """Return whether every member still has its pod: the plan that gives a generation up deletes all of them."""
     present = {pod.uid for pod in observed.pods if not pod.deleting}
     return all(member.pod_uid in present for member in recorded.members)

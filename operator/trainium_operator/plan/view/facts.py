@@ -21,7 +21,7 @@ from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership, Progress, WorkerPhase
 from trainium_operator.plan.faults.failure_budgets import AVOID_NODE_SECONDS
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
-from trainium_operator.plan.manifests.worker_pod import with_worker_name
+from trainium_operator.plan.manifests.worker_pod import set_worker_name
 from trainium_operator.plan.model.actions import Action, ApplyObject, ApplyOptional, PolicyResult
 from trainium_operator.plan.model.cached_property import cached_property
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, JobView, Observed, PlanSettings, PodPhase
@@ -34,7 +34,7 @@ from trainium_operator.plan.view.workers import (
     assess_workers_contact,
     build_workers,
     has_lost_contact,
-    with_contact,
+    set_contact,
 )
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Facts:
     @property
     def status_interval(self) -> float:
         """Return the shortest time in seconds between two status writes that only report progress."""
-        return self.settings.status_interval(self.job.status.desired)
+        return self.settings.compute_status_interval(self.job.status.desired)
 
     @cached_property
     def member_uids(self) -> frozenset[str]:
@@ -113,7 +113,7 @@ class Facts:
     @property
     def unit_nodes(self) -> int:
         """Return the number of nodes that are placed, lost and replaced together."""
-        return self.job.spec.workers.accelerator.nodes_per_unit()
+        return self.job.spec.workers.accelerator.count_nodes_per_unit()
 
     @cached_property
     def joinable(self) -> tuple[Worker, ...]:
@@ -182,7 +182,7 @@ class Facts:
         return max([*reported, self.job.status.progress.step]) or -1
 
 
-def _unchanged(_facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def _keep_status(_facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     return PolicyResult(status=status)
 
 
@@ -199,7 +199,7 @@ class Feature:
     """Return fields of each pod's spec, and of the resources of the worker container."""
     node_problems: Callable[[Observed, Worker], Iterable[NodeProblem]] = lambda _observed, _worker: ()
     """Return problems of the devices of a worker."""
-    reconcile_before_pods: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
+    reconcile_before_pods: Callable[[Facts, TrainingJobStatus], PolicyResult] = _keep_status
     resize: Callable[[Facts, TrainingJobStatus, frozenset[str]], PolicyResult] = lambda _facts, status, _failed: (
         PolicyResult(status=status)
     )
@@ -228,11 +228,11 @@ class Feature:
     """Return whether a pod waits in a group that can no longer get it onto a node."""
     describe_wait: Callable[[Facts], str] = lambda _facts: ""
     """Return how workers wait for their nodes, as the rest of a sentence."""
-    reconcile: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
+    reconcile: Callable[[Facts, TrainingJobStatus], PolicyResult] = _keep_status
     """Called after the pods."""
-    finish: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
+    finish: Callable[[Facts, TrainingJobStatus], PolicyResult] = _keep_status
     """Called for a job that has ended."""
-    finalize: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
+    finalize: Callable[[Facts, TrainingJobStatus], PolicyResult] = _keep_status
     """Called last in each plan, also in that of a job that has ended."""
 
 
@@ -241,7 +241,7 @@ def build_facts(observed: Observed, settings: PlanSettings, size: SizeDecision, 
     current = observed.membership if observed.job.status.membership.size > 0 else None
     workers = build_workers(observed)
     contact = assess_workers_contact(workers.values(), observed.fleet.frozen)
-    workers = with_contact(workers, contact)
+    workers = set_contact(workers, contact)
     recorded_members = current.members if current is not None else ()
     uids = {member.pod_uid for member in recorded_members}
     problems = find_problems_by_pod(observed, workers, [feature.node_problems for feature in features])
@@ -253,7 +253,7 @@ def build_facts(observed: Observed, settings: PlanSettings, size: SizeDecision, 
         current=current,
         members=tuple((member, workers.get(member.pod_uid)) for member in recorded_members),
         non_members=tuple(worker for uid, worker in workers.items() if uid not in uids),
-        heartbeats=() if current is None else current_heartbeats(observed, current),
+        heartbeats=() if current is None else select_current_heartbeats(observed, current),
         node_problems=problems.by_pod,
         problems_count_at=problems.problems_count_at + _find_confirmation_times(observed, workers),
         lost_contact=contact.lost if has_lost_contact(workers.values(), observed.coordinator_since) else "",
@@ -271,17 +271,17 @@ def _find_confirmation_times(observed: Observed, workers: Mapping[str, Worker]) 
     )
 
 
-def current_heartbeats(observed: Observed, current: Membership) -> tuple[tuple[Member, HeartbeatRequest], ...]:
+def select_current_heartbeats(observed: Observed, current: Membership) -> tuple[tuple[Member, HeartbeatRequest], ...]:
     """Return the newest heartbeats of this generation's members that report to be in it, by rank."""
     heartbeats = []
     for member in current.members:
         agent = observed.agents.get(member.pod_uid)
         if agent is not None and agent.heartbeat is not None and agent.heartbeat.generation == current.generation:
             heartbeats.append((member, agent.heartbeat))
-    return tuple(heartbeats) if observed.job.spec.workload.reports_each_step else _with_shared_phases(heartbeats)
+    return tuple(heartbeats) if observed.job.spec.workload.reports_each_step else _share_phases(heartbeats)
 
 
-def _with_shared_phases(
+def _share_phases(
     heartbeats: list[tuple[Member, HeartbeatRequest]],
 ) -> tuple[tuple[Member, HeartbeatRequest], ...]:
     """Treat members whose ranks report no steps as training with the one that reports them."""
@@ -348,7 +348,7 @@ def reconcile_object(
     facts: Facts, status: TrainingJobStatus, manifest: Json, action: type[ApplyObject | ApplyOptional] = ApplyOptional
 ) -> PolicyResult:
     """Return the write of an object that is not as requested, or when it may be written again."""
-    write_at = facts.observed.next_write_at(manifest)
+    write_at = facts.observed.find_next_write(manifest)
     if write_at is None:
         return PolicyResult(status=status)
     if facts.now < write_at:
@@ -389,7 +389,7 @@ def pin_running_image(observed: Observed, settings: PlanSettings) -> PlanSetting
 
 def _names_image(spec: TrainingJobSpec) -> bool:
     """Return whether the job names the worker's image, in the field for it or in its template."""
-    containers = (with_worker_name(spec.workers.template).get("spec") or {}).get("containers")
+    containers = (set_worker_name(spec.workers.template).get("spec") or {}).get("containers")
     listed = containers if isinstance(containers, list) else []
     worker = (
         container for container in listed if isinstance(container, dict) and container.get("name") == WORKER_CONTAINER

@@ -63,7 +63,7 @@ def find_problems_by_pod(
             demand = demand or build_pod_requirements(observed.job.spec)
             by_node[node.name] = _find_worst_problem(node, demand, observed, problems_count_at)
         problem = _select_worse(
-            _with_kernel_problem(worker, by_node[node.name], observed),
+            _add_kernel_problem(worker, by_node[node.name], observed),
             _find_worst_device_problem(worker, observed, find_device_problems),
         )
         problem = problem or _find_clock_problem(worker)
@@ -115,7 +115,7 @@ def _select_worse(first: NodeProblem | None, second: NodeProblem | None) -> Node
     return max(first, second, key=lambda problem: problem.severity)
 
 
-def _with_kernel_problem(worker: Worker, known: NodeProblem | None, observed: Observed) -> NodeProblem | None:
+def _add_kernel_problem(worker: Worker, known: NodeProblem | None, observed: Observed) -> NodeProblem | None:
     """Return the worse of a node's known problem and of its kernel log's."""
     kernel = find_kernel_problem(worker.heartbeat, observed.job.spec.recovery.rules)
     if kernel is None:

@@ -41,26 +41,26 @@ class SizeDecision:
     compiled_first: tuple[int, ...] = ()
     """Sizes whose graphs every worker has before it joins."""
 
-    def legal_at_most(self, nodes: int) -> int:
+    def find_legal_size(self, nodes: int) -> int:
         """Return the best size for this number of nodes at which the job may run; 0 if there is none."""
         return self.shape.best(min(nodes, max(self.desired, self.max_size)), self.floor) if self.shape else 0
 
-    def data_parallel(self, nodes: int) -> int:
+    def compute_data_parallel(self, nodes: int) -> int:
         """Return data-parallel degree at this size."""
         return self.shape.data_parallel(nodes) if self.shape else 0
 
-    def micro_batches(self, nodes: int) -> int:
+    def count_micro_batches(self, nodes: int) -> int:
         """Return the micro-batches of a step on each data-parallel rank at this size; 0 if the size is not legal."""
         return self.shape.micro_batches(nodes) if self.shape else 0
 
-    def batch(self, nodes: int) -> int:
+    def compute_batch(self, nodes: int) -> int:
         """Return the samples of a step at this size over all ranks; 0 if the size is not legal."""
         return self.shape.batch(nodes) if self.shape else 0
 
-    def speed(self, nodes: int, full: int | None = None) -> float:
+    def compute_speed(self, nodes: int, full: int | None = None) -> float:
         """Return the speed at this size relative to `full` nodes, or to the desired size; 0 if either is not legal."""
         full = self.desired if full is None else full
-        legal = self.shape is not None and self.micro_batches(nodes) and self.micro_batches(full)
+        legal = self.shape is not None and self.count_micro_batches(nodes) and self.count_micro_batches(full)
         return self.shape.speed(nodes, full) if self.shape and legal else 0.0
 
 

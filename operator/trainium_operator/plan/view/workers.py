@@ -28,7 +28,7 @@ from trainium_operator.plan.model.observed import (
     AgentView,
     NodeReadiness,
     PodPhase,
-    max_bad_nodes,
+    compute_max_bad_nodes,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Contact:
 
 def assess_contact(*, running: int, silent: int, refusing: int, frozen: str) -> Contact:
     """Return the verdict from counts of workers; `frozen` is why nodes may not be acted on (`FleetView`)."""
-    max_silent = max_bad_nodes(running)
+    max_silent = compute_max_bad_nodes(running)
     if silent == 0 or (silent <= max_silent and not frozen):
         return Contact()
     condition = f"while {frozen}" if frozen else "more than fail by chance"
@@ -195,7 +195,7 @@ class Worker:
 def build_workers(observed: Observed) -> dict[str, Worker]:
     """Return every worker by pod uid, in the order of their ordinals."""
     timeout = observed.job.spec.recovery.heartbeat_timeout_seconds
-    expected_since, finished = _expected_since(observed), _find_finished(observed)
+    expected_since, finished = _find_expected_since(observed), _find_finished(observed)
     has_witness = _has_witness(observed)
     workers: dict[str, Worker] = {}
     for pod in sorted(observed.pods, key=lambda view: view.ordinal):
@@ -208,7 +208,7 @@ def build_workers(observed: Observed) -> dict[str, Worker]:
             # Before this operator led, its node had stopped to report, and so had its agent.
             seen_at = min(seen_at, node.unready_since or seen_at)
         workers[pod.uid] = Worker(
-            pod=_with_worker_phase(pod),
+            pod=_use_worker_phase(pod),
             holds_node=pod.phase not in _ENDED,
             finished=pod.uid in finished,
             agent=agent,
@@ -219,7 +219,7 @@ def build_workers(observed: Observed) -> dict[str, Worker]:
     return workers
 
 
-def with_last_reports(observed: Observed) -> Observed:
+def add_last_reports(observed: Observed) -> Observed:
     """Return the observation with the last heartbeats of agents that have ended, from their pods' status."""
     agents = dict(observed.agents)
     for pod in observed.pods:
@@ -273,7 +273,7 @@ def _has_witness(observed: Observed) -> bool:
     return any(agent is not None and agent.registration is not None and agent.heartbeat is not None for agent in agents)
 
 
-def _with_worker_phase(pod: PodView) -> PodView:
+def _use_worker_phase(pod: PodView) -> PodView:
     """Return the pod with the phase of its worker container, which other containers may hide."""
     if pod.exit_code is None and pod.phase is not PodPhase.SUCCEEDED:
         return pod
@@ -281,7 +281,7 @@ def _with_worker_phase(pod: PodView) -> PodView:
     return replace(pod, phase=PodPhase.SUCCEEDED if has_finished else PodPhase.FAILED)
 
 
-def with_contact(workers: dict[str, Worker], contact: Contact) -> dict[str, Worker]:
+def set_contact(workers: dict[str, Worker], contact: Contact) -> dict[str, Worker]:
     """Return the workers with the contact, which decides whether signals against silent ones count."""
     if not contact.lost:
         return workers
@@ -314,7 +314,7 @@ def _select_running(workers: Collection[Worker]) -> list[Worker]:
     return [worker for worker in workers if worker.pod.phase is PodPhase.RUNNING and not worker.pod.deleting]
 
 
-def _expected_since(observed: Observed) -> float:
+def _find_expected_since(observed: Observed) -> float:
     """Return when an agent that was not seen yet should have been (Unix seconds).
 
     Agents need time to find a new coordinator, so silence counts only after it. That time ends early once nearly all

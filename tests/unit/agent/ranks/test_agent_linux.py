@@ -15,7 +15,7 @@ import pytest
 from trainium_agent import show_ranks, show_stacks
 from trainium_agent.linux import kernel
 from trainium_agent.linux.kernel import CpuWaitSampler
-from trainium_contract.worker_process.process_tree import descendants
+from trainium_contract.worker_process.process_tree import list_descendants
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_worker.progress_record import ProgressPhase
 
@@ -44,12 +44,12 @@ def test_a_process_title_that_does_not_fit_changes_only_the_name(
     monkeypatch: pytest.MonkeyPatch, reported: bytes
 ) -> None:
     monkeypatch.setattr(Path, "read_bytes", lambda _: reported)
-    before = descendants(os.getpid())
+    before = list_descendants(os.getpid())
     names: list[tuple[Any, ...]] = []
     monkeypatch.setattr(kernel, "_libc", SimpleNamespace(prctl=lambda *arguments: names.append(arguments)))
     kernel.set_process_title("a title that is longer than fifteen letters")
     assert [arguments[1][:15] for arguments in names] == ([b"a title that is"] if reported else [])
-    assert descendants(os.getpid()) == before
+    assert list_descendants(os.getpid()) == before
 
 
 def test_an_ended_process_has_no_state() -> None:

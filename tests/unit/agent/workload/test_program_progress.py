@@ -280,7 +280,7 @@ def test_output_and_processor_time_are_activity_and_idleness_is_not(
     monitored_program.print_lines("hello")
     used = [1.0]
     monkeypatch.setattr(kernel, "process_state", lambda _: SimpleNamespace(cpu_seconds=used[0]))
-    monkeypatch.setattr(program_progress, "descendants", lambda _: [])
+    monkeypatch.setattr(program_progress, "list_descendants", lambda _: [])
     first = monitored_program.monitor.activity_counter(process, 10.0)
     assert monitored_program.monitor.activity_counter(process, 20.0) == first, "idle"
     used[0] = 3.0

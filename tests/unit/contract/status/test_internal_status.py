@@ -19,7 +19,7 @@ from trainium_contract.status.internal import (
     InternalIdleNodes,
     InternalStatus,
     StepWindow,
-    internal_fields,
+    list_internal_fields,
     pack_internal,
     unpack_internal,
 )
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def test_these_fields_are_internal_and_all_others_are_public() -> None:
-    assert internal_fields() == {
+    assert list_internal_fields() == {
         "activity", "committedStep", "failures", "gang", "leavingSince", "nextPodOrdinal", "roleStates",
         "startFailures", "waitingSince",
         "goodput.countedStep", "goodput.earlierNodeSeconds", "goodput.earlierSeconds", "goodput.starting",
@@ -99,7 +99,7 @@ def test_the_text_changes_no_public_field_and_one_that_is_no_object_is_refused()
 
 def test_client_pages_and_views_read_no_internal_field() -> None:
     """A view that reads the raw status has to name a field."""
-    names = {name for name in internal_fields() if "." not in name}
+    names = {name for name in list_internal_fields() if "." not in name}
     folders = ("client/trainium_client", "contract/trainium_contract/pages", "contract/trainium_contract/views")
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(files) > 30

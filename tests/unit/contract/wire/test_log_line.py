@@ -108,14 +108,14 @@ def test_fields_of_a_record_override_the_defaults_of_the_program() -> None:
     formatter = JsonFormatter(
         LogSource.AGENT, lambda: {"namespace": "team", "job": "llama", "generation": 2, "rank": 0}
     )
-    line = formatter.line(record("%d of %d", 1, 2, level=logging.WARNING, rank=7, attempt=1, token="no"))
+    line = formatter.build_line(record("%d of %d", 1, 2, level=logging.WARNING, rank=7, attempt=1, token="no"))
     assert line.to_wire() == {
         "time": line.time, "level": "warning", "source": "agent", "logger": "a.b", "message": "1 of 2",
         "namespace": "team", "job": "llama", "generation": 2, "attempt": 1, "rank": 7,
     }  # fmt: skip
-    assert formatter.line(record("m", level=35)).level is LogLevel.WARNING
-    assert formatter.line(record("m", level=5)).level is LogLevel.DEBUG
-    assert formatter.line(record("m", level=logging.CRITICAL)).level is LogLevel.CRITICAL
+    assert formatter.build_line(record("m", level=35)).level is LogLevel.WARNING
+    assert formatter.build_line(record("m", level=5)).level is LogLevel.DEBUG
+    assert formatter.build_line(record("m", level=logging.CRITICAL)).level is LogLevel.CRITICAL
 
 
 @pytest.mark.parametrize(

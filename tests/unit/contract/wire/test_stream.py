@@ -15,8 +15,8 @@ from trainium_contract.wire.stream import (
     FrameKind,
     FrameReader,
     FrameTooLongError,
+    draw_jitter,
     encode_frame,
-    jitter_fraction,
     must_send_now,
     parse_frame_header,
 )
@@ -31,7 +31,7 @@ def test_frames_are_read_back_from_any_split(frames: list[tuple[FrameKind, bytes
     lengths, start = cycle(cuts), 0
     while start < len(wire):
         end = start + next(lengths)
-        received += reader.frames(wire[start:end])
+        received += reader.split_frames(wire[start:end])
         start = end
     assert received == frames
 
@@ -40,7 +40,7 @@ def test_frames_are_read_back_from_any_split(frames: list[tuple[FrameKind, bytes
 def test_a_frame_reader_buffers_at_most_one_frame(data: bytes, longest: int) -> None:
     reader = FrameReader(longest)
     try:
-        assert all(len(payload) <= longest for _, payload in reader.frames(data))
+        assert all(len(payload) <= longest for _, payload in reader.split_frames(data))
     except FrameTooLongError:
         return
     assert len(reader._held) <= HEAD_BYTES + longest
@@ -50,7 +50,7 @@ def test_a_frame_that_is_too_long_is_refused_before_its_payload_is_received() ->
     head = encode_frame(FrameKind.HEARTBEAT, b"x" * 11)[:HEAD_BYTES]
     assert parse_frame_header(head) == (FrameKind.HEARTBEAT, 11)
     with pytest.raises(FrameTooLongError):
-        list(FrameReader(10).frames(head))
+        list(FrameReader(10).split_frames(head))
 
 
 def heartbeat(progress: dict[str, Any] | None = None, **changes: Any) -> HeartbeatRequest:
@@ -95,10 +95,10 @@ def test_only_heartbeats_with_plain_progress_may_wait(
 
 def test_the_newest_step_follows_a_delayed_heartbeat() -> None:
     """128 agents that reported at once send again in each second of the pause."""
-    pauses = sorted(10.0 * jitter_fraction(number / 128, after_change=True) for number in range(128))
+    pauses = sorted(10.0 * draw_jitter(number / 128, after_change=True) for number in range(128))
     assert max(later - before for before, later in pairwise(pauses)) < 1.0
     assert pauses[0] == 0.0
-    assert [jitter_fraction(fraction, after_change=False) for fraction in (0.0, 1.0)] == [0.5, 1.0]
+    assert [draw_jitter(fraction, after_change=False) for fraction in (0.0, 1.0)] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("cause", [[], {}, ["Crash"], 1, None])

@@ -209,7 +209,7 @@ def test_free_devices_and_taints_equal_a_count_from_scratch(timeline: list[tuple
             store.put(("", name), Entry(view, f"{name}-{version}", version))
     known = {key[1]: entry.view for key, entry in by_slice.snapshot().items()}
     held = {device for entry in by_claim.snapshot().values() for device in entry.view.held}
-    assert {node: inventory.free_on(node) for node in inventory.nodes()} == count_free_devices(known, held)
+    assert {node: inventory.free_on(node) for node in inventory.list_nodes()} == count_free_devices(known, held)
     for pod in PODS:
         of_pod = [entry.view.held for entry in by_claim.snapshot().values() if pod in entry.view.pods]
         assert len(inventory.find_taints(pod)) == taints_among(known, [device for held in of_pod for device in held])
@@ -240,16 +240,16 @@ async def test_only_nodes_that_could_take_a_worker_count_as_free() -> None:
         status=TrainingJobStatus(),
         created=0.0,
     )
-    assert (dra.offered.state, dra.devices(view, (), bool)) == (ApiState.ABSENT, None)
+    assert (dra.offered.state, dra.find_devices(view, (), bool)) == (ApiState.ABSENT, None)
     dra.offered.set_served(True)
-    assert (dra.offered.state, dra.devices(view, (), bool)) == (ApiState.READING, None)
+    assert (dra.offered.state, dra.find_devices(view, (), bool)) == (ApiState.READING, None)
     for reflector in (dra.templates, dra.claims, dra.slices):
         reflector.synced.set()
     for at, (node, free) in enumerate((("a", 2), ("b", 2), ("c", 1)), start=1):
         devices = {f"d{number}": () if number < free else (TAINT,) for number in range(2)}
         dra.slices.store.put(("", node), Entry(device_views.SliceView(node, node, 1, devices), node, at))
-    found = dra.devices(view, (), {"a", "c"}.__contains__)
+    found = dra.find_devices(view, (), {"a", "c"}.__contains__)
     assert found is not None
     assert (found.free_nodes, found.nodes) == (("a",), 2), "b is cordoned, c has one free device"
     dra.offered.set_served(False)
-    assert dra.devices(view, (), bool) is None
+    assert dra.find_devices(view, (), bool) is None

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, with_conditions, workload_view
+from trainium_operator.cluster.cache.kueue_views import (
+    parse_flavor,
+    parse_priority_class,
+    parse_workload,
+    set_conditions,
+)
 from trainium_operator.plan.features.kueue.requests import build_quota_return
 from trainium_operator.plan.model.quota import PodSetGrant, WorkloadCondition, WorkloadConditionView
 
@@ -19,7 +24,7 @@ def read_workload(name: str) -> dict[str, Any]:
 
 
 def test_an_eviction_overrides_the_admission() -> None:
-    view = workload_view(read_workload("evicted"))
+    view = parse_workload(read_workload("evicted"))
     assert view.is_true(WorkloadCondition.ADMITTED)
     assert view.is_true(WorkloadCondition.EVICTED)
     assert (view.admitted, view.holds_quota) == (False, True)
@@ -28,14 +33,14 @@ def test_an_eviction_overrides_the_admission() -> None:
 
 
 def test_returned_quota_is_not_held_and_readmission_ends_the_eviction() -> None:
-    cleared, readmitted = workload_view(read_workload("cleared")), workload_view(read_workload("readmitted"))
+    cleared, readmitted = parse_workload(read_workload("cleared")), parse_workload(read_workload("readmitted"))
     assert (cleared.admitted, cleared.holds_quota, cleared.is_true(WorkloadCondition.EVICTED)) == (False, False, True)
     assert (readmitted.admitted, readmitted.is_true(WorkloadCondition.EVICTED)) == (True, False)
 
 
 def test_the_conditions_that_return_quota_equal_the_recorded_ones() -> None:
     raw = read_workload("evicted")
-    written = with_conditions(raw["status"]["conditions"], build_quota_return(workload_view(raw)).conditions, NOW)
+    written = set_conditions(raw["status"]["conditions"], build_quota_return(parse_workload(raw)).conditions, NOW)
     taken = read_workload("cleared")["status"]["conditions"]
 
     def without_messages(conditions: list[dict[str, Any]]) -> set[tuple[str, str, str, str]]:
@@ -50,7 +55,7 @@ def test_the_conditions_that_return_quota_equal_the_recorded_ones() -> None:
 def test_the_time_of_a_condition_changes_only_with_its_status() -> None:
     old = [{"type": "PodsReady", "status": "True", "reason": "Started", "message": "", "lastTransitionTime": "then"}]
     again = WorkloadConditionView(WorkloadCondition.PODS_READY, is_true=True, reason="Recovered", message="x" * 5000)
-    (same,) = with_conditions(old, [again], NOW)
+    (same,) = set_conditions(old, [again], NOW)
     assert (same["lastTransitionTime"], same["reason"], len(same["message"])) == ("then", "Recovered", 1024)
 
 
@@ -58,7 +63,7 @@ def test_a_workload_without_a_part_is_foreign() -> None:
     raw = read_workload("evicted")
     del raw["metadata"]["annotations"]["trainium.dev/part"]
     with pytest.raises(KeyError):
-        workload_view(raw)
+        parse_workload(raw)
 
 
 def test_ready_admission_checks_update_pod_sets() -> None:
@@ -68,14 +73,14 @@ def test_ready_admission_checks_update_pod_sets() -> None:
         {"name": "a", "state": "Ready", "podSetUpdates": [update]},
         {"name": "b", "state": "Pending", "podSetUpdates": [{"name": "workers", "nodeSelector": {"zone": "b"}}]},
     ]
-    found = workload_view(raw).updates["workers"]
+    found = parse_workload(raw).updates["workers"]
     assert found.node_selector == {"zone": "a"}
     assert found.tolerations == ({"key": "k", "operator": "Exists"},)
 
 
 def test_flavors_and_priorities_are_read_without_what_plans_do_not_need() -> None:
-    assert flavor_view({"metadata": {"name": "any"}}).node_selector == {}
-    flavor = flavor_view({"spec": {"nodeLabels": {"pool": "blue"}, "nodeTaints": [], "tolerations": [{"key": "p"}]}})
+    assert parse_flavor({"metadata": {"name": "any"}}).node_selector == {}
+    flavor = parse_flavor({"spec": {"nodeLabels": {"pool": "blue"}, "nodeTaints": [], "tolerations": [{"key": "p"}]}})
     assert (flavor.node_selector, flavor.tolerations) == ({"pool": "blue"}, ({"key": "p"},))
-    assert priority_view({"value": 100}) == (100, False)
-    assert priority_view({"value": 1, "globalDefault": True}) == (1, True)
+    assert parse_priority_class({"value": 100}) == (100, False)
+    assert parse_priority_class({"value": 1, "globalDefault": True}) == (1, True)

@@ -38,7 +38,7 @@ class WarningsHarness:
                 "uid": f"uid-{ordinal}",
                 "namespace": "default",
                 "creationTimestamp": "2026-01-01T00:00:00Z",
-                "labels": {**names.object_labels("j", "worker"), **names.selector_labels("j")},
+                "labels": {**names.build_object_labels("j", "worker"), **names.build_selector_labels("j")},
                 "ownerReferences": [{**owner, "uid": self.job_raw["metadata"]["uid"]}],
             },
             "spec": {"nodeName": node},
@@ -68,8 +68,8 @@ class WarningsHarness:
 
     async def read(self) -> PodView:
         await self.warnings.refresh(self.job)
-        pods = tuple(self.caches.pods.store.owned_by(self.job.id).values())
-        return self.warnings.with_warnings(self.job, pods)[0]
+        pods = tuple(self.caches.pods.store.list_owned_by(self.job.id).values())
+        return self.warnings.add_warnings(self.job, pods)[0]
 
 
 async def start_harness() -> WarningsHarness:
@@ -86,14 +86,14 @@ async def test_a_slow_pod_shows_its_mount_failure_from_events() -> None:
     harness.event("FailedMount", MISSING, "2026-01-01T00:00:08Z")
     harness.now += SLOW_SECONDS - 1
     assert (await harness.read()).reason == "ContainerCreating"
-    assert harness.warnings.seconds_until_refresh(harness.job) == 1.0
+    assert harness.warnings.get_refresh_delay(harness.job) == 1.0
     assert harness.lists() == 0
     harness.now += 1
     view = await harness.read()
     assert (view.reason, view.message) == ("FailedMount", MISSING)
     assert (await harness.read()).reason == "FailedMount"
     assert harness.lists() == 1, "not at every plan"
-    assert harness.warnings.seconds_until_refresh(harness.job) == PAUSE_SECONDS
+    assert harness.warnings.get_refresh_delay(harness.job) == PAUSE_SECONDS
 
 
 @in_virtual_time
@@ -116,7 +116,7 @@ async def test_events_are_not_listed_if_the_status_names_the_problem(case: str) 
     harness.now += 100
     await harness.read()
     assert harness.lists() == 0
-    assert harness.warnings.seconds_until_refresh(harness.job) is None
+    assert harness.warnings.get_refresh_delay(harness.job) is None
 
 
 @in_virtual_time
@@ -128,4 +128,4 @@ async def test_without_permission_to_list_events_the_status_is_used() -> None:
     )
     harness.now += SLOW_SECONDS
     assert (await harness.read()).reason == "ContainerCreating"
-    assert harness.warnings.seconds_until_refresh(harness.job) == PAUSE_SECONDS
+    assert harness.warnings.get_refresh_delay(harness.job) == PAUSE_SECONDS

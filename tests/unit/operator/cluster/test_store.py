@@ -39,7 +39,7 @@ def test_a_write_through_is_visible_at_once_and_notifies_nobody(store: IndexedCa
     received = notifications(store)
     assert store.write_through(KEY, entry(5))
     assert store.get(KEY) == "v"
-    assert store.owned_by(OWNER) == {KEY: "v"}
+    assert store.list_owned_by(OWNER) == {KEY: "v"}
     store.put(KEY, entry(5))  # the watch's echo of it
     assert received == []
 
@@ -76,7 +76,7 @@ def test_forget_removes_only_the_named_uid(store: IndexedCache[str]) -> None:
     assert store.get(KEY) == "v"
     store.forget(KEY, "second")
     assert store.get(KEY) is None
-    assert store.owned_by(OWNER) == {}
+    assert store.list_owned_by(OWNER) == {}
 
 
 @pytest.mark.parametrize(

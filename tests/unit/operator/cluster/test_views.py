@@ -50,7 +50,7 @@ def terminated_status(name: str = "worker", **state: Any) -> dict[str, Any]:
 
 
 def test_a_running_pod_is_read() -> None:
-    view = views.pod_view(
+    view = views.parse_worker_pod(
         pod(
             {
                 "phase": "Running",
@@ -67,7 +67,7 @@ def test_a_running_pod_is_read() -> None:
 
 
 def test_a_new_pod_without_any_status_is_pending() -> None:
-    assert views.pod_view(pod()).phase is PodPhase.PENDING
+    assert views.parse_worker_pod(pod()).phase is PodPhase.PENDING
 
 
 def test_the_worker_container_is_found_by_name() -> None:
@@ -75,7 +75,7 @@ def test_the_worker_container_is_found_by_name() -> None:
         terminated_status("aside", exitCode=0),
         terminated_status(exitCode=137, reason="OOMKilled", finishedAt=CREATED),
     ]
-    view = views.pod_view(pod({"phase": "Failed", "containerStatuses": statuses}))
+    view = views.parse_worker_pod(pod({"phase": "Failed", "containerStatuses": statuses}))
     assert (view.exit_code, view.reason, view.finished) == (137, "OOMKilled", 1767225600.0)
 
 
@@ -97,7 +97,7 @@ def test_the_worker_container_is_found_by_name() -> None:
     ],
 )
 def test_the_most_specific_reason_is_reported(status: dict[str, Any], reason: str, message: str) -> None:
-    view = views.pod_view(pod(status))
+    view = views.parse_worker_pod(pod(status))
     assert (view.reason, view.message) == (reason, message)
 
 
@@ -118,7 +118,7 @@ def test_an_injected_container_is_not_the_worker(first: bool) -> None:
     )
     raw["spec"]["containers"] = [others, ours] if first else [ours, others]
     raw["metadata"]["annotations"] = {worker_env.ANNOTATION_IMAGE: "trainer:1"}
-    view = views.pod_view(raw)
+    view = views.parse_worker_pod(raw)
     assert (view.exit_code, view.reason, view.image) == (137, "OOMKilled", "trainer:1")
 
 
@@ -174,13 +174,13 @@ def test_a_sidecar_never_hides_the_worker_container(
 ) -> None:
     raw = pod({"phase": "Pending", "initContainerStatuses": inits, "containerStatuses": [PROXY, worker]})
     raw["spec"] |= SIDECAR
-    view = views.pod_view(raw)
+    view = views.parse_worker_pod(raw)
     assert (view.reason, view.init_container, view.init_exit_code) == (reason, held_by, code)
 
 
 def test_a_gated_pod_reports_the_gate_as_its_reason() -> None:
     gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "blocked"}
-    view = views.pod_view(pod({"phase": "Pending", "conditions": [gated]}))
+    view = views.parse_worker_pod(pod({"phase": "Pending", "conditions": [gated]}))
     assert (view.reason, view.message, view.unschedulable_message) == ("SchedulingGated", "blocked", "")
 
 
@@ -191,7 +191,7 @@ def test_disruption_deletion_and_lack_of_capacity_are_seen() -> None:
     ]
     raw = pod({"phase": "Pending", "conditions": conditions}, deletionTimestamp=CREATED)
     raw["spec"].pop("nodeName")
-    view = views.pod_view(raw)
+    view = views.parse_worker_pod(raw)
     assert view.disrupted
     assert view.deleting
     assert not view.scheduled
@@ -202,15 +202,15 @@ def test_disruption_deletion_and_lack_of_capacity_are_seen() -> None:
 def test_overlong_node_and_machine_names_are_dropped(length: int, kept: bool) -> None:
     raw = pod({"phase": "Pending"})
     raw["spec"]["nodeName"] = "n" * length
-    assert bool(views.pod_view(raw).node) is kept
-    assert views.pod_view(raw).scheduled is kept
+    assert bool(views.parse_worker_pod(raw).node) is kept
+    assert views.parse_worker_pod(raw).scheduled is kept
     machine = {"metadata": {"name": "n", "uid": "u"}, "spec": {"providerID": "p" * length}}
-    assert bool(views.node_view(machine).provider_id) is kept
+    assert bool(views.parse_node(machine).provider_id) is kept
 
 
 def test_a_pod_with_our_labels_and_a_foreign_name_is_refused() -> None:
     with pytest.raises(ValueError, match="not a worker's name"):
-        views.pod_view(pod(name="other"))
+        views.parse_worker_pod(pod(name="other"))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_node_readiness_schedulability_and_taints_are_read(
         "spec": {"unschedulable": True, "taints": [{"key": "k"}]},
         "status": {"conditions": conditions},
     }
-    view = views.node_view(raw)
+    view = views.parse_node(raw)
     assert (view.ready, view.unready_since, view.schedulable, [taint.key for taint in view.taints]) == (
         ready,
         since,
@@ -240,10 +240,10 @@ def test_node_readiness_schedulability_and_taints_are_read(
 
 def test_an_invalid_job_reports_the_place_of_the_error() -> None:
     metadata = {"name": "j", "namespace": "ns", "uid": "u", "resourceVersion": "1"}
-    record = views.job_record({"metadata": metadata, "spec": {"workers": {"replicas": -1}}})
+    record = views.parse_job({"metadata": metadata, "spec": {"workers": {"replicas": -1}}})
     assert record.view is None
     assert record.error.startswith("workers.replicas: ")
-    good = views.job_record({"metadata": metadata, "spec": {}, "status": {"fieldOfTheFuture": 1}})
+    good = views.parse_job({"metadata": metadata, "spec": {}, "status": {"fieldOfTheFuture": 1}})
     assert good.view is not None
 
 
@@ -261,15 +261,15 @@ def test_pod_fields_of_a_wrong_type_are_dropped(wrong: Any) -> None:
         annotations={worker_env.ANNOTATION_TEMPLATE_HASH: wrong, worker_env.ANNOTATION_AVOIDED_NODES: wrong},
     )  # fmt: skip
     whole["spec"] = {"nodeName": wrong, "containers": [{"name": "worker", "image": wrong}]}
-    check_type(views.pod_view(whole))
-    assert views.pod_view(whole).ready
+    check_type(views.parse_worker_pod(whole))
+    assert views.parse_worker_pod(whole).ready
     for part in ("spec", "status"):
-        check_type(views.pod_view({**whole, part: wrong}))
+        check_type(views.parse_worker_pod({**whole, part: wrong}))
 
 
 def test_the_reason_and_message_of_a_pod_are_bounded() -> None:
     status = {"phase": "Failed", "reason": "R" * 1_000_000, "message": "m" * 1_000_000}
-    view = views.pod_view(pod(status))
+    view = views.parse_worker_pod(pod(status))
     assert (len(view.reason), len(view.message)) == (
         views.MAX_POD_REASON_CHARACTERS,
         views.MAX_TERMINATION_MESSAGE_CHARACTERS,
@@ -290,10 +290,10 @@ def test_a_membership_beyond_the_latest_generation_is_ignored() -> None:
 
 def test_an_unreadable_membership_is_ignored() -> None:
     raw = {"metadata": {"name": "m", "annotations": {names.ANNOTATION_CONTENT_HASH: "h"}}}
-    assert views.child_record(raw).content_hash == "h"
-    assert views.child_record({"metadata": {"annotations": {names.ANNOTATION_CONTENT_HASH: ["h"]}}}).content_hash == ""
+    assert views.parse_child(raw).content_hash == "h"
+    assert views.parse_child({"metadata": {"annotations": {names.ANNOTATION_CONTENT_HASH: ["h"]}}}).content_hash == ""
     for record in (None, {}, {"generation": 0}):
-        assert views.child_record({**raw, **record_membership(record)}).membership is None
+        assert views.parse_child({**raw, **record_membership(record)}).membership is None
 
 
 def test_a_large_membership_round_trips_compressed() -> None:
@@ -307,7 +307,7 @@ def test_a_large_membership_round_trips_compressed() -> None:
         for rank in range(5000)
     )
     membership = wire_messages.membership(3, *many, processes_per_node=32)
-    job = views.job_record(
+    job = views.parse_job(
         {"metadata": {"name": "j", "namespace": "ns", "uid": "u", "resourceVersion": "1"}, "spec": {}}
     )
     assert job.view is not None
@@ -344,7 +344,7 @@ def test_a_record_with_too_many_values_is_refused_unparsed(
 
 def test_a_membership_is_decompressed_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = {"name": "m", "annotations": {names.ANNOTATION_CONTENT_HASH: "h"}}
-    record = views.child_record({"metadata": metadata, "binaryData": {MEMBERSHIP_KEY: "x"}})
+    record = views.parse_child({"metadata": metadata, "binaryData": {MEMBERSHIP_KEY: "x"}})
     read: list[str] = []
     monkeypatch.setattr(zlib, "decompressobj", lambda *_: read.append("unpacked"))
     assert record.content_hash == "h"
@@ -376,14 +376,14 @@ def node(**parts: Any) -> dict[str, Any]:
 
 
 def test_a_node_view_keeps_only_fields_of_the_plan() -> None:
-    view = views.node_view(
+    view = views.parse_node(
         node(status={"conditions": [HEALTHY, DEVICE]}, metadata={"name": "n", "deletionTimestamp": CREATED})
     )
     (condition,) = view.conditions
     assert (condition.type, condition.reason) == ("NeuronHealth", "NeuronHasError_DMA_ERROR")
     assert (condition.since, len(condition.message)) == (1767225600.0, 256)
     assert view.deleting
-    whole = views.node_view(node())
+    whole = views.parse_node(node())
     assert whole.labels == {"node.kubernetes.io/instance-type": "trn1.32xlarge"}
     assert whole.capacity == {"aws.amazon.com/neuron": 16, "vpc.amazonaws.com/efa": 8}
     assert whole.provider_id == "aws:///us-west-2a/i-1"
@@ -394,7 +394,7 @@ def test_kubelet_heartbeats_do_not_change_a_node_view() -> None:
     later = {**HEALTHY, "lastHeartbeatTime": "2026-01-01T00:05:00Z", "message": "still well"}
     images = {"images": [{"names": ["trainer"]}], "conditions": [{"type": "Ready", "status": "True"}, later]}
     raw = node(status=images, metadata={"name": "n", "labels": node()["metadata"]["labels"], "annotations": {"a": "b"}})
-    assert views.node_view(raw) == views.node_view(node())
+    assert views.parse_node(raw) == views.parse_node(node())
 
 
 @pytest.mark.parametrize(
@@ -402,14 +402,14 @@ def test_kubelet_heartbeats_do_not_change_a_node_view() -> None:
     [("16", 16), (16, 16), ("0", 0), *((value, None) for value in ("16.5", "", None, "-1", "1e400", []))],
 )
 def test_only_whole_quantities_are_kept(quantity: Any, capacity: int | None) -> None:
-    view = views.node_view(node(status={"allocatable": {"aws.amazon.com/neuron": quantity}}))
+    view = views.parse_node(node(status={"allocatable": {"aws.amazon.com/neuron": quantity}}))
     assert view.capacity.get("aws.amazon.com/neuron") == capacity
 
 
 def test_malformed_parts_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     views.left_out.clear()
     for _ in range(3):
-        view = views.node_view(node(status={"conditions": ["Ready", {**DEVICE, "lastTransitionTime": "yesterday"}]}))
+        view = views.parse_node(node(status={"conditions": ["Ready", {**DEVICE, "lastTransitionTime": "yesterday"}]}))
         assert view.conditions[0].since is None
     assert views.left_out == {"condition": 3, "time stamp": 3}
     assert len(caplog.records) == 2
@@ -422,14 +422,14 @@ def test_any_config_map_is_read_as_a_membership_or_none(parts: Any, text: str) -
     for packed in (None, text, base64.b64encode(gzip.compress(text.encode())).decode()):
         config_map = raw if packed is None else {**raw, "binaryData": {MEMBERSHIP_KEY: packed}}
         read_membership(config_map)
-        assert views.child_record(config_map).content_hash == ""
+        assert views.parse_child(config_map).content_hash == ""
 
 
 @SLOW_ALLOWED
 @given(mutated_values({**NODE, "metadata": {**NODE["metadata"], "deletionTimestamp": CREATED}}, most=6))
 def test_any_malformed_node_is_kept_by_name(raw: dict[str, Any]) -> None:
     metadata = raw["metadata"] if isinstance(raw.get("metadata"), dict) else {}
-    view = views.node_view(as_json({**raw, "metadata": {**metadata, "name": "n"}}))
+    view = views.parse_node(as_json({**raw, "metadata": {**metadata, "name": "n"}}))
     assert view.name == "n"
     assert all(
         isinstance(problem.reason, str)
@@ -443,7 +443,7 @@ def test_an_invalid_time_stamp_does_not_mark_a_pod_as_finished(stamp: Any) -> No
     raw: Any = copy.deepcopy(POD)
     raw["metadata"]["creationTimestamp"] = stamp
     raw["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"] = stamp
-    view = views.pod_view(raw)
+    view = views.parse_worker_pod(raw)
     assert (view.created, view.finished, view.exit_code) == (0.0, None, 70)
 
 
@@ -452,7 +452,7 @@ def test_the_last_report_of_an_agent_is_read_only_of_its_pod_and_with_its_exit_c
     message = encode_last_report(report)
 
     def read(**state: Any) -> tuple[HeartbeatRequest | None, str]:
-        view = views.pod_view(pod({"phase": "Succeeded", "containerStatuses": [terminated_status(**state)]}))
+        view = views.parse_worker_pod(pod({"phase": "Succeeded", "containerStatuses": [terminated_status(**state)]}))
         return view.last_report, view.message
 
     assert read(exitCode=0, message=message) == (report, ""), "it is no text for people"

@@ -13,7 +13,7 @@ async def test_a_queued_key_is_deduplicated() -> None:
         queue.put("a")
     assert len(queue) == 1
     assert await queue.get() == "a"
-    queue.done("a")
+    queue.mark_done("a")
     assert len(queue) == 0
 
 
@@ -26,7 +26,7 @@ async def test_a_key_is_processed_by_one_worker_at_a_time() -> None:
     second = asyncio.create_task(queue.get())
     await run_pending_tasks()
     assert not second.done()
-    queue.done("a")
+    queue.mark_done("a")
     await run_pending_tasks()
     assert second.result() == "a"
 
@@ -38,9 +38,9 @@ async def test_a_key_put_during_processing_is_queued_once_more() -> None:
     await queue.get()
     queue.put("a")
     queue.put("a")
-    queue.done("a")
+    queue.mark_done("a")
     assert await queue.get() == "a"
-    queue.done("a")
+    queue.mark_done("a")
     assert len(queue) == 0
 
 
@@ -62,7 +62,7 @@ async def test_of_several_delays_the_earliest_wins() -> None:
     queue.put_after("a", 60)
     await queue.get()
     assert loop.time() - started == pytest.approx(5, abs=0.01)
-    queue.done("a")
+    queue.mark_done("a")
     await asyncio.sleep(100)
     assert len(queue) == 0
 
@@ -75,7 +75,7 @@ async def test_get_clears_the_delay_of_a_key_but_not_a_later_one() -> None:
     queue.put("a")
     await queue.get()
     queue.put_after("a", 30)
-    queue.done("a")
+    queue.mark_done("a")
     started = loop.time()
     await queue.get()
     assert loop.time() - started == pytest.approx(30, abs=0.01)
@@ -104,7 +104,7 @@ async def test_a_closed_queue_raises_and_drains() -> None:
     queue.put("b")
     await queue.get()
     await queue.get()
-    queue.done("b")
+    queue.mark_done("b")
     waiting = asyncio.create_task(queue.get())
     await run_pending_tasks()
     queue.put_after("c", 1)
@@ -116,7 +116,7 @@ async def test_a_closed_queue_raises_and_drains() -> None:
     drained = asyncio.create_task(queue.wait_until_idle())
     await asyncio.sleep(2)
     assert not drained.done()
-    queue.done("a")
+    queue.mark_done("a")
     await drained
     assert len(queue) == 0
 

@@ -11,11 +11,11 @@ from trainium_operator.coordinator import certificate_keeper
 from trainium_operator.coordinator.certificates import (
     Material,
     UnusableMaterialError,
+    list_server_names,
     renew_material,
-    server_names,
 )
 
-NAMES = server_names("coordinator", "system")
+NAMES = list_server_names("coordinator", "system")
 NOW = 1.8e9
 DAY = 86_400.0
 
@@ -84,16 +84,16 @@ def test_expired_material_is_recreated(material: Material) -> None:
 
 
 def test_another_service_name_gets_a_new_certificate(material: Material) -> None:
-    other = renew_material(material, server_names("renamed", "system"), NOW + DAY)
+    other = renew_material(material, list_server_names("renamed", "system"), NOW + DAY)
     assert other.server_cert != material.server_cert
     assert other.ca_bundle == material.ca_bundle
 
 
 def test_material_round_trips_through_a_secret_and_damage_raises(material: Material) -> None:
-    assert Material.from_data(material.to_data()) == material
+    assert Material.from_data(material.encode()) == material
     assert Material.from_data({}) is None
     with pytest.raises(UnusableMaterialError):
-        Material.from_data({**material.to_data(), "ca.key": b"garbage"})
+        Material.from_data({**material.encode(), "ca.key": b"garbage"})
     with pytest.raises(UnusableMaterialError):
         Material.from_data({"ca.crt": material.ca_bundle})
 
@@ -170,7 +170,7 @@ async def test_a_renewed_certificate_is_loaded_into_the_same_context_and_a_new_b
 
 async def test_a_leader_loads_the_certificate_of_a_concurrent_writer() -> None:
     secret, clock = FakeSecret(), Clock()
-    secret.concurrent_write = renew_material(None, NAMES, NOW).to_data()
+    secret.concurrent_write = renew_material(None, NAMES, NOW).encode()
     theirs = secret.concurrent_write["ca.crt"].decode()
     keeper = build_keeper(secret, clock)
     task = asyncio.create_task(keeper.run(lambda: True))
@@ -220,7 +220,7 @@ async def test_a_running_server_shows_the_renewed_certificate_to_new_connections
 
     first = await read_served_certificate()
     other = renew_material(None, NAMES, clock.now)
-    secret.data, secret.version = other.to_data(), secret.version + 1
+    secret.data, secret.version = other.encode(), secret.version + 1
     await keeper.refresh(write=False)
     assert await read_served_certificate() != first
     served.close()

@@ -74,7 +74,7 @@ class ProberHarness:
         return sorted(self.network.connected_to)
 
     def is_refused(self, pod: str) -> bool:
-        return self.state.agents(JOB)[pod].refused_at is not None
+        return self.state.list_agents(JOB)[pod].refused_at is not None
 
 
 @pytest.fixture

@@ -40,11 +40,11 @@ def test_a_recovery_is_counted_once_at_its_end() -> None:
     over = TrainingJobStatus(
         history=(interruption(detected_seconds=1.0, recovered_seconds=5.0, steps_lost=2, stages=stages),)
     )
-    metrics.planned(job_view("a"), open_status)
+    metrics.record_plan(job_view("a"), open_status)
     for _ in range(3):  # the same plan again, also by another operator: the status is the memory
-        metrics.planned(job_view("a", open_status), open_status)
-    metrics.planned(job_view("a", open_status), over)
-    metrics.planned(job_view("a", over), over)
+        metrics.record_plan(job_view("a", open_status), open_status)
+    metrics.record_plan(job_view("a", open_status), over)
+    metrics.record_plan(job_view("a", over), over)
     samples = read_samples(metrics)
     assert samples['interruptions_total{cause="Crash"}'] == 1
     assert samples['restarts_total{cause="Crash",response="InPlace"}'] == 1
@@ -70,7 +70,9 @@ def test_the_lowest_goodput_and_the_sums_of_the_ledgers_are_shown() -> None:
             stage_seconds={"Export": 30.0},
         )
         checkpoint = CheckpointStatus(durable_step=1, durable_time=format_rfc3339(NOW - 100 * ratio))
-        metrics.planned(job_view(uid), TrainingJobStatus(phase=Phase.RUNNING, goodput=ledger, checkpoint=checkpoint))
+        metrics.record_plan(
+            job_view(uid), TrainingJobStatus(phase=Phase.RUNNING, goodput=ledger, checkpoint=checkpoint)
+        )
     samples = read_samples(metrics)
     assert samples['goodput_ratio{measure="strict"}'] == 0.7
     assert samples['goodput_ratio{measure="uptime"}'] == 0.75
@@ -99,9 +101,9 @@ def test_sizes_pods_and_gangs_are_counted_by_their_changes() -> None:
     large = TrainingJobStatus(
         membership=MembershipStatus(generation=2, size=4), next_pod_ordinal=5, gang=GangStatus(releases=1)
     )
-    metrics.planned(job_view("a"), small)
-    metrics.planned(job_view("a", small), large)
-    metrics.planned(job_view("a", large), small)
+    metrics.record_plan(job_view("a"), small)
+    metrics.record_plan(job_view("a", small), large)
+    metrics.record_plan(job_view("a", large), small)
     samples = read_samples(metrics)
     assert samples['resizes_total{direction="grow"}'] == 1
     assert samples['resizes_total{direction="shrink"}'] == 1
@@ -131,15 +133,15 @@ def test_the_number_of_time_series_does_not_grow_with_jobs_pods_or_nodes() -> No
                 lost = dict.fromkeys([*(cause.value for cause in Cause), STARTUP, OVERHEAD], 1.0)
                 ledger = GoodputStatus(lost_seconds=lost, wall_seconds=1.0, lost_by_stage={STARTUP: 1.0})
                 status = TrainingJobStatus(history=history, goodput=ledger, phase=list(Phase)[number % len(Phase)])
-                metrics.planned(replace(job_view(str(number)), name=f"job-{number}"), status)
+                metrics.record_plan(replace(job_view(str(number)), name=f"job-{number}"), status)
         for code in (0, 200, 201, 404, 409, 422, 429, 500, 503):
             for verb in ("GET", "POST", "PUT", "PATCH", "DELETE", "WATCH"):
-                metrics.request(verb, code, 0.01)
+                metrics.record_request(verb, code, 0.01)
         for error in ("Defect", "ConflictError", "UnavailableError", "ForbiddenError"):
-            metrics.reconciled(0.1, error)
+            metrics.record_reconcile(0.1, error)
         for kind in ("register", "heartbeat", "membership", "/etc/passwd", "anything"):
-            metrics.message(kind, 200)
-        text = metrics.exposition().decode()
+            metrics.record_message(kind, 200)
+        text = metrics.render().decode()
         assert not any(f'{label}="' in text for label in ("pod", "node", "rank", "job", "name", "namespace"))
         return len(read_samples(metrics))
 
@@ -150,13 +152,13 @@ def test_machines_are_counted_by_state_and_empty_states_read_zero() -> None:
     metrics = Metrics()
     bad = Machine(machine="i-1", node="a", state=MachineState.QUARANTINED, until=NOW)
     watched = Machine(machine="i-2", node="b")
-    metrics.fleet([bad, watched, replace(watched, machine="i-3")], frozen=True)
-    text = metrics.exposition().decode()
+    metrics.set_fleet([bad, watched, replace(watched, machine="i-3")], frozen=True)
+    text = metrics.render().decode()
     assert 'trainingjob_operator_machines{state="Quarantined"} 1.0' in text
     assert 'trainingjob_operator_machines{state="Watched"} 2.0' in text
     assert "trainingjob_operator_node_actions_frozen 1.0" in text
-    metrics.fleet([], frozen=False)
-    text = metrics.exposition().decode()
+    metrics.set_fleet([], frozen=False)
+    text = metrics.render().decode()
     assert 'trainingjob_operator_machines{state="Quarantined"} 0.0' in text
     assert "trainingjob_operator_node_actions_frozen 0.0" in text
 
@@ -173,7 +175,7 @@ def test_preflight_checks_and_hangs_are_counted_once() -> None:
     still = StuckRank(rank=3, phase=TrainerPhase.SAVE, step=7, seconds=120.0)
     heartbeats = [heartbeat(), heartbeat(checks=(passed,)), heartbeat(checks=(passed, failed), stuck=(still,))]
     for before, now in itertools.pairwise([*heartbeats, heartbeats[-1]]):
-        metrics.heartbeat_changed(before, now)
+        metrics.record_heartbeat_change(before, now)
     samples = read_samples(metrics)
     assert samples['preflight_seconds_count{check="Matmul"}'] == 1
     assert samples['preflight_seconds_sum{check="Disk"}'] == 0.05
@@ -181,8 +183,8 @@ def test_preflight_checks_and_hangs_are_counted_once() -> None:
     assert 'preflight_failed_total{check="Matmul"}' not in samples
     assert samples['hangs_total{phase="Save"}'] == 1
     assert samples['hangs_total{phase="Step"}'] == 0
-    metrics.heartbeat_changed(heartbeats[-1], heartbeat())
-    metrics.heartbeat_changed(heartbeat(), heartbeats[-1])
+    metrics.record_heartbeat_change(heartbeats[-1], heartbeat())
+    metrics.record_heartbeat_change(heartbeat(), heartbeats[-1])
     assert read_samples(metrics)['hangs_total{phase="Save"}'] == 2, "it hangs again"
 
 
@@ -190,9 +192,11 @@ def test_node_problems_are_counted_by_source_and_reset_to_zero() -> None:
     metrics = Metrics()
     bad = NodeCondition(type="NeuronHealth", status=NodeReadiness.TRUE, reason="DeviceLost")
     leaving = Taint(key="karpenter.sh/disrupted", effect="NoSchedule")
-    metrics.nodes([NodeView(name="a", conditions=(bad,)), NodeView(name="b", taints=(leaving,)), NodeView(name="c")])
+    metrics.set_nodes(
+        [NodeView(name="a", conditions=(bad,)), NodeView(name="b", taints=(leaving,)), NodeView(name="c")]
+    )
     samples = {key: value for key, value in read_samples(metrics).items() if key.startswith("node_problems")}
     assert set(samples.values()) == {1.0}
     assert {key.split('source="')[1].split('"')[0] for key in samples} == {"condition", "taint"}
-    metrics.nodes([])
+    metrics.set_nodes([])
     assert {value for key, value in read_samples(metrics).items() if key.startswith("node_problems")} == {0.0}

@@ -38,7 +38,7 @@ def read_queries() -> Iterator[tuple[str, str]]:
 def read_exposed_labels() -> dict[str, list[dict[str, str]]]:
     """Return the labels of every sample by name."""
     labels: dict[str, list[dict[str, str]]] = {}
-    for family in text_string_to_metric_families(busy_metrics().exposition().decode()):
+    for family in text_string_to_metric_families(busy_metrics().render().decode()):
         for sample in family.samples:
             labels.setdefault(sample.name, []).append(sample.labels)
     return labels

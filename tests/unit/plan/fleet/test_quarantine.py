@@ -13,7 +13,7 @@ from trainium_contract.status.internal import FailureRecord
 from trainium_operator.plan.fleet import memory
 from trainium_operator.plan.fleet.quarantine import FleetObserved, FleetPlan, JobRecords, TaintNode, plan_fleet
 from trainium_operator.plan.model.names import TAINT_QUARANTINED
-from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint, max_bad_nodes
+from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint, compute_max_bad_nodes
 
 HOUR, DAY = 3600.0, 86_400.0
 BROKEN = NodeCondition("NeuronHealth", NodeReadiness.TRUE, "NeuronHasError_DMA_ERROR", "", NOW)
@@ -61,7 +61,7 @@ class Fleet:
         )
         self.memory = result.memory
         self.view = result.view
-        return replace(result, view=result.view.for_namespace("team"))
+        return replace(result, view=result.view.select_for_namespace("team"))
 
     def change(self, name: str, **fields: Any) -> None:
         self.nodes[name] = replace(self.nodes[name], **fields)
@@ -295,12 +295,12 @@ def test_failures_of_one_namespace_quarantine_only_there() -> None:
         fleet.now += HOUR
     fleet.plan()
     assert fleet.view.quarantined == frozenset()
-    assert fleet.view.for_namespace("team").quarantined == frozenset()
-    assert len(fleet.view.for_namespace("hostile").quarantined) == 25
+    assert fleet.view.select_for_namespace("team").quarantined == frozenset()
+    assert len(fleet.view.select_for_namespace("hostile").quarantined) == 25
     assert memory.MachineState.PERMANENT not in {fleet.state(number) for number in range(128)}
     fleet.wait(2.5 * DAY)
     fleet.wait(DAY)
-    assert fleet.view.for_namespace("hostile").quarantined == frozenset(), "it ages"
+    assert fleet.view.select_for_namespace("hostile").quarantined == frozenset(), "it ages"
 
 
 @pytest.mark.parametrize("minutes", [1, 120])
@@ -455,8 +455,8 @@ def test_the_cap_holds_and_only_time_relaxes_a_state(events: list[Any]) -> None:
             if fleet.view.frozen
             else frozenset(write.node for write in result.taints if write.taint is not None)
         )
-        assert len(kept) <= max_bad_nodes(12)
-        assert all(len(nodes) <= max_bad_nodes(12) for _, nodes in fleet.view.suspected), (
+        assert len(kept) <= compute_max_bad_nodes(12)
+        assert all(len(nodes) <= compute_max_bad_nodes(12) for _, nodes in fleet.view.suspected), (
             "suspicions of one namespace have a cap too"
         )
         if kind != "wait":

@@ -13,7 +13,7 @@ from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.plan.manifests import config_maps
-from trainium_operator.plan.manifests.affinity import AvoidedNodes, with_unit
+from trainium_operator.plan.manifests.affinity import AvoidedNodes, assign_unit
 from trainium_operator.plan.manifests.owned_object import compute_content_hash
 from trainium_operator.plan.manifests.strategic_merge import merge_template
 from trainium_operator.plan.manifests.worker_pod import (
@@ -168,7 +168,7 @@ def test_a_unit_keeps_the_terms_of_the_pod_and_adds_its_own() -> None:
     term = {"labelSelector": {"matchLabels": {"a": "b"}}, "topologyKey": "kubernetes.io/hostname"}
     required = "requiredDuringSchedulingIgnoredDuringExecution"
     template = {"spec": {"affinity": {"podAntiAffinity": {required: [term]}, "nodeAffinity": {"x": 1}}}}
-    pod = with_unit(build_pod(workers={"template": template}), "0abc-4", "topology.k8s.aws/ultraserver-id")
+    pod = assign_unit(build_pod(workers={"template": template}), "0abc-4", "topology.k8s.aws/ultraserver-id")
     assert pod["metadata"]["labels"]["trainium.dev/unit"] == "0abc-4"
     affinity = pod["spec"]["affinity"]
     (same,), others = affinity["podAffinity"][required], affinity["podAntiAffinity"][required]

@@ -13,7 +13,7 @@ from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Transition
-from trainium_operator.plan.membership.generation import next_generation, republish_membership
+from trainium_operator.plan.membership.generation import compute_next_generation, republish_membership
 from trainium_operator.plan.model.observed import Observed, PodPhase
 
 
@@ -173,7 +173,7 @@ def with_generations(*, recorded: int = 3, published: int = 3, decided: int = 3,
     ],
 )
 def test_the_next_generation_exceeds_all_that_were_seen(numbers: dict[str, int], following: int) -> None:
-    assert next_generation(build.facts(with_generations(**numbers))) == following
+    assert compute_next_generation(build.facts(with_generations(**numbers))) == following
 
 
 @pytest.mark.parametrize(("published", "again"), [(2, True), (3, False), (4, False)])

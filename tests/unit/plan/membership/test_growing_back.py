@@ -16,11 +16,11 @@ from trainium_contract.status.public import CompiledStatus, MembershipStatus, Pr
 from trainium_contract.wire.messages import Transition, WorkerPhase
 from trainium_operator.plan.membership.decisions import finish_decided_generation, record_size_request, resize
 from trainium_operator.plan.membership.generation import Decision
-from trainium_operator.plan.model.conditions import find_condition, with_condition
+from trainium_operator.plan.model.conditions import find_condition, set_condition
 from trainium_operator.plan.model.grant import AdmissionState, Grant
 from trainium_operator.plan.model.observed import Observed
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.workers import with_last_reports
+from trainium_operator.plan.view.workers import add_last_reports
 
 RESCALE_AFTER_SECONDS = 30
 
@@ -41,7 +41,7 @@ def desired_status(size: int = 4, **fields: Any) -> TrainingJobStatus:
 
 
 def with_manual_scale(status: TrainingJobStatus) -> TrainingJobStatus:
-    return with_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, "from 2 to 4", now=NOW)
+    return set_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, "from 2 to 4", now=NOW)
 
 
 def decide(observed: Observed, status: TrainingJobStatus | None = None) -> Decision:
@@ -70,7 +70,7 @@ def test_a_job_grows_gracefully_once_all_workers_are_warm() -> None:
         elastic_job(2, 2, agents={1: build.agent(1, WorkerPhase.LOADING, generation=1)}),
         elastic_job(2, 2, agents={1: build.training_agent(1, generation=0)}),
         elastic_job(2, 2, agents={1: build.agent(1, WorkerPhase.FINISHED, generation=1)}),
-        with_last_reports(
+        add_last_reports(
             replace(elastic_job(2, 2), pods=(build.finished_pod(0), build.pod(1), build.pod(2), build.pod(3)))
         ),
     ],

@@ -17,11 +17,11 @@ from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.features.idle_nodes import use_idle_nodes
 from trainium_operator.plan.model.actions import PolicyResult
-from trainium_operator.plan.model.conditions import with_condition
+from trainium_operator.plan.model.conditions import set_condition
 from trainium_operator.plan.model.grant import AdmissionState, Grant
 from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.workers import with_last_reports
+from trainium_operator.plan.view.workers import add_last_reports
 
 RESCALE_AFTER_SECONDS = 30
 FIRST_SEEN = NOW - 50
@@ -119,7 +119,7 @@ def test_idle_nodes_leave_disables_extras() -> None:
     assert sizes(result) == (2, 0, 0)
 
 
-RESIZING = with_condition(
+RESIZING = set_condition(
     TrainingJobStatus(), ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, "from 2 to 3 nodes", now=NOW
 )
 
@@ -130,7 +130,7 @@ RESIZING = with_condition(
         (job_with_extras(agents={1: build.agent(1, WorkerPhase.LOADING, generation=1)}), idle_status()),
         (job_with_extras(), idle_status(RESIZING)),
         (job_with_extras(), idle_status(TrainingJobStatus(stage="Export"))),
-        (with_last_reports(replace(job_with_extras(), pods=(build.finished_pod(0), build.pod(1)))), idle_status()),
+        (add_last_reports(replace(job_with_extras(), pods=(build.finished_pod(0), build.pod(1)))), idle_status()),
         (replace(job_with_extras(), pods=(build.pod(0),)), idle_status().replaced(desired=3)),
     ],
 )

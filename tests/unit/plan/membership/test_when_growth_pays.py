@@ -75,7 +75,7 @@ CAPACITY, BY_A_PERSON = {"cause": Cause.CAPACITY}, {"cause": Cause.RESIZE}
     ],
 )
 def test_the_cooldown_of_growth_doubles_with_each_recent_shrink(status: TrainingJobStatus, until: float) -> None:
-    assert growth.growth_resumes_at(job_facts(), status) == until
+    assert growth.find_growth_resume_time(job_facts(), status) == until
 
 
 def with_step_time(*, total: int = 100, step: int = 60, seconds: float | None = 2.0, price: float | None = 30.0) -> Any:
@@ -160,17 +160,17 @@ def test_a_size_compiled_at_the_start_costs_nothing() -> None:
 def test_the_available_size_is_the_fastest_compiled_one_unless_compiling_is_cheap(
     status: TrainingJobStatus, nodes: int, size: int
 ) -> None:
-    assert growth.available_size(job_facts(), status, nodes) == size
+    assert growth.find_available_size(job_facts(), status, nodes) == size
 
 
 def test_the_smallest_of_equally_fast_sizes_is_available() -> None:
     eight_samples = job_facts(trainer={"batch": {"globalSize": 8}})  # with 4 nodes and with 7 two passes
-    assert growth.available_size(eight_samples, with_graphs(7, 4, 5), 8) == 4
+    assert growth.find_available_size(eight_samples, with_graphs(7, 4, 5), 8) == 4
 
 
 def test_an_illegal_size_is_not_available() -> None:
     pairs = job_facts(parallelism={"tensor": 2})
-    assert growth.available_size(pairs, with_graphs(5, 2), 6) == 2
+    assert growth.find_available_size(pairs, with_graphs(5, 2), 6) == 2
 
 
 @pytest.mark.parametrize(
@@ -187,9 +187,9 @@ def test_an_illegal_size_is_not_available() -> None:
 def test_growth_to_an_uncompiled_size_pays_once_waiting_cost_as_much(
     members: int, status: TrainingJobStatus, size: int, after: float
 ) -> None:
-    assert growth.worthwhile_at(job_facts(members), status, size, 1000.0) == 1000.0 + after
+    assert growth.compute_worthwhile_time(job_facts(members), status, size, 1000.0) == 1000.0 + after
 
 
 def test_growth_from_an_illegal_size_pays_at_once() -> None:
     pairs = job_facts(3, parallelism={"tensor": 2})
-    assert growth.worthwhile_at(pairs, with_graphs(2), 4, 1000.0) == 1000.0
+    assert growth.compute_worthwhile_time(pairs, with_graphs(2), 4, 1000.0) == 1000.0

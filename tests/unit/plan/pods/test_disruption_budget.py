@@ -158,7 +158,7 @@ def test_the_budget_selects_the_workers_and_allows_eviction_of_unhealthy_pods() 
     manifest = disruption_budget.build_budget(observed.job, 3)
     assert manifest["metadata"]["name"] == "demo"
     assert manifest["metadata"]["ownerReferences"][0]["uid"] == observed.job.uid
-    assert manifest["spec"]["selector"] == {"matchLabels": names.selector_labels("demo")}
+    assert manifest["spec"]["selector"] == {"matchLabels": names.build_selector_labels("demo")}
     assert manifest["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 

@@ -17,7 +17,7 @@ from trainium_operator.plan.features.evaluation.pod import build_evaluation_pod
 from trainium_operator.plan.features.evaluation.policy import BACKOFF_SECONDS, MAX_ATTEMPTS, describe_attempt
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import CreateOtherPod, DeleteOtherPod
-from trainium_operator.plan.model.conditions import with_condition
+from trainium_operator.plan.model.conditions import set_condition
 from trainium_operator.plan.model.observed import Observed, PodPhase, PodView, WriteRefusal
 from trainium_operator.plan.model.reasons import Reason
 
@@ -173,7 +173,7 @@ def test_evaluation_stops_with_suspended_failed_or_changed_jobs() -> None:
         result = make_plan(replace(observed, job=replace(observed.job, spec=job_spec), other_pods=evaluation_pod(100)))
         assert deletions(result) == [("demo-evaluation", "uid-e")]
     for kind, goes_on in ((ConditionType.FAILED, False), (ConditionType.COMPLETE, True)):
-        status = with_condition(observed.job.status, kind, True, Reason.COMPLETED, "", now=NOW)
+        status = set_condition(observed.job.status, kind, True, Reason.COMPLETED, "", now=NOW)
         over = replace(build.with_status(observed, status), other_pods=evaluation_pod(100))
         assert len(deletions(make_plan(over))) == (not goes_on)
         measured = make_plan(replace(over, other_pods=ended_pod(0, json.dumps(FIGURES))))
@@ -213,7 +213,7 @@ def test_the_evaluation_pod_is_no_worker_and_preempts_nobody() -> None:
     metadata, body = manifest["metadata"], manifest["spec"]
     assert metadata["name"] == "demo-evaluation"
     assert metadata["ownerReferences"][0]["uid"] == "job-uid"
-    selector = names.selector_labels("demo")
+    selector = names.build_selector_labels("demo")
     assert {key: metadata["labels"].get(key) for key in selector} != selector
     assert metadata["annotations"] == {"sidecar.istio.io/inject": "false", names.ANNOTATION_EVALUATES: "0 /m"}
     assert (body["priorityClassName"], body["serviceAccountName"], body["restartPolicy"]) == (

@@ -14,7 +14,7 @@ from trainium_operator.plan.features.network_policy import KIND, build_network_p
 from trainium_operator.plan.manifests.worker_pod import build_pod_template
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyOptional
-from trainium_operator.plan.model.conditions import find_condition, with_condition
+from trainium_operator.plan.model.conditions import find_condition, set_condition
 from trainium_operator.plan.model.observed import Observed, WorkerIngress, WriteRefusal
 from trainium_operator.plan.model.reasons import Reason
 
@@ -127,7 +127,7 @@ def test_host_network_jobs_get_no_policy_and_open_an_existing_one() -> None:
 
 def test_an_ended_job_gets_no_network_policy() -> None:
     observed = running_job()
-    ended = with_condition(observed.job.status, ConditionType.COMPLETE, True, Reason.COMPLETED, "", now=NOW)
+    ended = set_condition(observed.job.status, ConditionType.COMPLETE, True, Reason.COMPLETED, "", now=NOW)
     assert plan_policy(observed).actions_of_type(ApplyOptional)
     assert plan_policy(build.with_status(observed, ended)).actions_of_type(ApplyOptional) == []
 
@@ -166,12 +166,12 @@ def test_the_network_policy_selects_all_pods_of_the_job() -> None:
 @pytest.mark.parametrize(
     ("namespace", "labels", "ports"),
     [
-        ("default", names.selector_labels("demo"), [None]),
+        ("default", names.build_selector_labels("demo"), [None]),
         ("trainium-system", {**OPERATOR, "pod-template-hash": "5d"}, [[{"protocol": "TCP"}]]),
-        ("default", names.selector_labels("other"), []),
+        ("default", names.build_selector_labels("other"), []),
         ("default", {LABEL_JOB: "demo", LABEL_ROLE: ROLE_EVALUATION}, []),
         ("default", {"app": "browser"}, []),
-        ("elsewhere", names.selector_labels("demo"), []),
+        ("elsewhere", names.build_selector_labels("demo"), []),
         ("default", OPERATOR, []),
         ("trainium-system", {"app.kubernetes.io/name": "trainium-operator"}, []),
     ],

@@ -10,7 +10,7 @@ from tests.unit.plan.plan_results import get_condition
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.pods.refused_pods import next_creation_at
+from trainium_operator.plan.pods.refused_pods import find_next_creation
 
 TICK = 0.5
 
@@ -138,7 +138,7 @@ def test_an_edited_backoff_is_bounded() -> None:
     status = start_training_cluster().status
     for rounds, time in ((10**9, 10.0), (3, 10**12), (-5, 10.0), (10**9, None)):
         edited = status.replaced(start_failures=StartFailuresStatus(rounds=rounds, at=time))
-        assert next_creation_at(edited, 100.0) <= 400.0
+        assert find_next_creation(edited, 100.0) <= 400.0
 
 
 class PartlyRefusingCluster(RefusingCluster):

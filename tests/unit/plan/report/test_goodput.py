@@ -20,7 +20,7 @@ from trainium_contract.status.ledger import MAX_SIZES, OVERHEAD, STARTUP, SizeAc
 from trainium_contract.status.public import CompiledStatus, MembershipStatus
 from trainium_contract.wire.messages import Progress, StepTiming, WorkerPhase
 from trainium_operator.plan.model.observed import Observed, PodPhase
-from trainium_operator.plan.report.step_time import reference_seconds
+from trainium_operator.plan.report.step_time import find_reference_seconds
 
 
 def long_job(**workers: Any) -> FakeCluster:
@@ -120,10 +120,10 @@ def test_a_size_without_a_sample_is_taken_by_the_passes_of_its_steps() -> None:
     shape = BatchShape(cores_per_node=1, tensor=1, pipeline=1, global_batch_size=8, micro_batch_size=1)
     goodput = GoodputStatus(sizes=(SizeAccount(size=4, steps=10, step_seconds=2.0, settled=True),))
 
-    assert [reference_seconds(goodput, size, shape) for size in (2, 3, 4, 5)] == [4.0, 3.0, 2.0, 2.0]
+    assert [find_reference_seconds(goodput, size, shape) for size in (2, 3, 4, 5)] == [4.0, 3.0, 2.0, 2.0]
     # Trained at with another batch than that of today: by the nodes.
     even = replace(shape, rule=SizeRule.EVEN)
-    assert reference_seconds(goodput, 3, even) == pytest.approx(2.0 * 4 / 3)
+    assert find_reference_seconds(goodput, 3, even) == pytest.approx(2.0 * 4 / 3)
 
 
 def test_a_restarted_operator_continues_the_ledger() -> None:

@@ -172,7 +172,7 @@ def test_progress_of_a_large_job_is_written_in_proportion_less_often() -> None:
 
 @pytest.mark.parametrize(("workers", "seconds"), [(0, 5), (256, 5), (1024, 20), (5000, 30)])
 def test_the_interval_grows_with_the_job_up_to_six_times(workers: int, seconds: float) -> None:
-    assert replace(SETTINGS, status_interval_seconds=5).status_interval(workers) == seconds
+    assert replace(SETTINGS, status_interval_seconds=5).compute_status_interval(workers) == seconds
 
 
 def test_other_changes_are_written_at_once_with_the_newest_progress() -> None:

@@ -8,7 +8,7 @@ from tests.unit.plan.plan_results import make_plan
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.public import CheckpointStatus
-from trainium_operator.plan.model.conditions import find_condition, with_condition
+from trainium_operator.plan.model.conditions import find_condition, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.report.summary import set_standard_conditions
 
@@ -37,7 +37,7 @@ def test_a_job_is_ready_only_while_it_trains(phase: Phase) -> None:
 )
 def test_complete_and_failed_are_finished(kind: ConditionType, ready: str, stalled: str) -> None:
     reason = Reason.COMPLETED if kind is ConditionType.COMPLETE else Reason.USER_ERROR
-    status = with_condition(TrainingJobStatus(), kind, True, reason, "why", now=NOW)
+    status = set_condition(TrainingJobStatus(), kind, True, reason, "why", now=NOW)
 
     conditions = summary(set_standard_conditions(status, NOW))
 
@@ -46,7 +46,7 @@ def test_complete_and_failed_are_finished(kind: ConditionType, ready: str, stall
 
 def test_stalled_means_that_only_a_person_can_fix_it() -> None:
     def with_admission(reason: Reason) -> TrainingJobStatus:
-        return with_condition(TrainingJobStatus(), ConditionType.ADMITTED, False, reason, "why", now=NOW)
+        return set_condition(TrainingJobStatus(), ConditionType.ADMITTED, False, reason, "why", now=NOW)
 
     for reason in (Reason.GANG_API_MISSING, Reason.DEVICE_API_MISSING):
         assert summary(set_standard_conditions(with_admission(reason), NOW))["Stalled"] == ("True", reason)

@@ -18,7 +18,7 @@ from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.features import idle_nodes
 from trainium_operator.plan.model.observed import Observed
 from trainium_operator.plan.pods import gang_policy
-from trainium_operator.plan.report.write_throttle import only_progress_differs
+from trainium_operator.plan.report.write_throttle import is_only_progress_change
 from trainium_operator.plan.view.corrected_status import correct_status
 from trainium_operator.plan.view.size import decide_size
 
@@ -151,7 +151,7 @@ def test_an_edited_checkpoint_is_restored_and_is_no_commit(edited: int, silent: 
 def test_a_commit_is_throttled_like_progress() -> None:
     before = make_plan(build.running_job(2)).status
     after = before.replaced(checkpoint=before.checkpoint.replaced(durable_step=20), committed_step=20)
-    assert only_progress_differs(before, after)
+    assert is_only_progress_change(before, after)
 
 
 def test_edited_steps_and_checkpoints_are_corrected_at_once() -> None:

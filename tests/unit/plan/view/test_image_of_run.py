@@ -9,7 +9,7 @@ from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import SETTINGS
 from tests.unit.plan.plan_results import make_plan
 from trainium_contract.job import TrainingJobStatus
-from trainium_operator.cluster.cache.views import pod_view
+from trainium_operator.cluster.cache.views import parse_worker_pod
 from trainium_operator.plan.manifests.affinity import AvoidedNodes
 from trainium_operator.plan.manifests.worker_pod import build_worker_pods, compute_template_hash
 from trainium_operator.plan.model.actions import CreatePod
@@ -63,7 +63,7 @@ def test_the_requested_image_is_read_back_despite_admission_changes() -> None:
     view = build.job(build.spec(workers={"template": {"spec": {"containers": [{"name": "aside", "image": "mine:1"}]}}}))
     (raw,) = build_worker_pods(view, SETTINGS, range(1), AvoidedNodes())
     raw = {**raw, "metadata": {**raw["metadata"], "uid": "u"}, "spec": {**raw["spec"], "containers": []}}
-    pod = replace(pod_view(raw), phase=PodPhase.RUNNING)
+    pod = replace(parse_worker_pod(raw), phase=PodPhase.RUNNING)
     assert pod.image == SETTINGS.image
     assert pin_running_image(build.observation(view, (pod,), {}), SETTINGS) is SETTINGS
 

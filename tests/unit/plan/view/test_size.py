@@ -28,7 +28,7 @@ EVEN: Any = {"elasticity": {"sizes": "Even"}}
 def test_only_nodes_that_save_a_pass_train(workers: Any, desired: int, reserve: int, reason: Reason) -> None:
     decision = decide_size(build.spec(workers=workers))
     assert (decision.desired, decision.reserve, decision.reason) == (desired, reserve, reason)
-    assert decision.legal_at_most(decision.desired) == desired
+    assert decision.find_legal_size(decision.desired) == desired
 
 
 def test_a_near_batch_is_reported_and_counts_in_the_value_of_a_size() -> None:
@@ -36,8 +36,12 @@ def test_a_near_batch_is_reported_and_counts_in_the_value_of_a_size() -> None:
     decision = decide_size(build.spec(workers={"replicas": 11, "minReplicas": 1}, **batch))
     assert (decision.desired, decision.reserve, decision.reason) == (11, 0, Reason.AS_REQUESTED)
     assert decision.message == "11 nodes: 2 passes a step of 22 samples, 100% of their rows filled"
-    assert [decision.legal_at_most(nodes) for nodes in (11, 10, 9, 8, 7, 6)] == [11, 8, 8, 8, 6, 6]
-    assert (decision.batch(9), decision.micro_batches(9), decision.speed(8)) == (24, 3, pytest.approx(8 / 11))
+    assert [decision.find_legal_size(nodes) for nodes in (11, 10, 9, 8, 7, 6)] == [11, 8, 8, 8, 6, 6]
+    assert (decision.compute_batch(9), decision.count_micro_batches(9), decision.compute_speed(8)) == (
+        24,
+        3,
+        pytest.approx(8 / 11),
+    )
 
 
 def test_a_batch_below_the_data_parallel_degree_is_reported_with_the_share_of_speed() -> None:
@@ -170,7 +174,7 @@ def test_an_elastic_job_does_not_shrink_to_where_its_divided_state_fits_no_core(
         "8 nodes. It does not shrink below 3 nodes, although minReplicas is 1: on fewer a process needs more than a "
         "core of trn2.3xlarge has for weights, gradients and optimizer alone."
     )
-    assert [decision.legal_at_most(nodes) for nodes in (4, 3, 2, 1)] == [4, 3, 0, 0]
+    assert [decision.find_legal_size(nodes) for nodes in (4, 3, 2, 1)] == [4, 3, 0, 0]
     result = make_plan(build.observation(build.job(sharded_spec(replicas=8, minReplicas=1)), ()))
     condition = result.condition(ConditionType.SIZE_LEGAL)
     assert (is_true(result.status, ConditionType.SIZE_LEGAL), condition.message) == (True, decision.message)

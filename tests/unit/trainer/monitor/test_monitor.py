@@ -18,8 +18,8 @@ from trainium_contract.status.results import (
     ArtifactReport,
     EvaluationFigure,
     RunStage,
+    get_results_path,
     read_results,
-    results_path,
 )
 from trainium_trainer.monitor.json_lines import LineWriter, truncate_after
 from trainium_trainer.monitor.progress import ProgressWriter
@@ -160,7 +160,7 @@ def test_results_survive_a_restart_in_place(tmp_path: Path) -> None:
 
 def test_results_that_cannot_be_read_are_none(tmp_path: Path) -> None:
     for text in ("", "{", '{"artifacts": 3}', '{"artifacts": [{"kind": ""}]}'):
-        results_path(tmp_path / "r0").write_text(text)
+        get_results_path(tmp_path / "r0").write_text(text)
         assert read_results(tmp_path / "r0").artifacts == ()
 
 

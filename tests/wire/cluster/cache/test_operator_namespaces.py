@@ -88,20 +88,20 @@ async def test_a_forbidden_namespace_is_served_once_it_can_be_read() -> None:
     async with scenario(missing=("blue",)) as (cluster, rights, process, workers):
         await until(reports_steps(workers, "red-job"), 60, "red trains")
         await process.runtime.token_verifier.refresh()
-        assert process.runtime.ready_problem() == ""
+        assert process.runtime.find_ready_problem() == ""
         assert process.runtime.caches.namespaces.counts() == {
             ListState.LISTED: 1,
             ListState.FORBIDDEN: 1,
             ListState.UNKNOWN: 0,
         }
-        assert b'trainingjob_operator_namespaces{state="Forbidden"} 1.0' in process.runtime._exposition()
+        assert b'trainingjob_operator_namespaces{state="Forbidden"} 1.0' in process.runtime._render_metrics()
         assert "status" not in cluster.get(JOBS, "blue", "blue-job")
         requests = len(rights.requests)
         await asyncio.sleep(120)
         refused = [path for path in rights.requests[requests:] if "/namespaces/blue/" in path]
         watches = 7  # jobs, pods of three roles, ConfigMaps, budgets, Services
         assert len(refused) < watches * 120 / 7, "asked again with growing pauses"
-        assert process.runtime.live_problem() == ""
+        assert process.runtime.find_live_problem() == ""
         del rights.missing["blue"]
         await until(reports_steps(workers, "blue-job"), 60, "blue trains")
 

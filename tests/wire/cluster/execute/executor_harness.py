@@ -75,7 +75,7 @@ class ExecutorHarness:
             "uid": self.job.uid,
             "controller": True,
         }
-        labels = {**names.object_labels("j", "worker"), **names.selector_labels("j")}
+        labels = {**names.build_object_labels("j", "worker"), **names.build_selector_labels("j")}
         annotations = {names.ANNOTATION_CONTENT_HASH: "digest"}
         return {
             "metadata": {"name": name, "labels": labels, "annotations": annotations, "ownerReferences": [owner]},

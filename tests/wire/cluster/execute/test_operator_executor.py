@@ -105,7 +105,7 @@ async def test_a_repeated_plan_changes_nothing(harness: ExecutorHarness) -> None
 async def test_writes_are_in_the_caches_at_once(harness: ExecutorHarness) -> None:
     await harness.execute(*harness.pod_creations(3), harness.publish_action(1, 0), phase=Phase.STARTING)
     assert harness.job.status.phase is Phase.STARTING
-    pods = harness.caches.pods.store.owned_by(harness.job.id)
+    pods = harness.caches.pods.store.list_owned_by(harness.job.id)
     assert sorted(view.name for view in pods.values()) == ["j-w-0", "j-w-1", "j-w-2"]
     record = harness.caches.find_membership(harness.job)
     assert record is not None
@@ -138,18 +138,18 @@ async def test_a_write_of_another_object_keeps_the_pause_of_creations(harness: E
     for pause in (1.0, 2.0, 4.0, 8.0):
         with pytest.raises(ForbiddenError):
             await harness.execute(*harness.pod_creations(2))
-        assert harness.creation_backoff.blocked_until(job.uid) == harness.now + pause
+        assert harness.creation_backoff.get_blocked_until(job.uid) == harness.now + pause
         other = (
             build_budget(job, int(pause))
             if "budget" in written
             else build_membership_map(job, harness.publish_action(1, 0).membership)
         )
         await harness.execute(ApplyObject(other))
-        assert harness.creation_backoff.blocked_until(job.uid) == harness.now + pause
+        assert harness.creation_backoff.get_blocked_until(job.uid) == harness.now + pause
         harness.now += pause
     harness.cluster.faults.clear()
     await harness.execute(*harness.pod_creations(2))
-    assert harness.creation_backoff.blocked_until(job.uid) == 0.0
+    assert harness.creation_backoff.get_blocked_until(job.uid) == 0.0
 
 
 @in_virtual_time
@@ -166,9 +166,9 @@ async def test_refusals_are_one_event_and_each_object_has_its_pause(harness: Exe
     assert event["reason"] == "WriteFailed"
     harness.cluster.faults.clear()
     await harness.execute(*maps[:2])
-    assert harness.creation_backoff.blocked_until(harness.job.uid) == harness.now, "the third object still pauses"
+    assert harness.creation_backoff.get_blocked_until(harness.job.uid) == harness.now, "the third object still pauses"
     await harness.execute(maps[2])
-    assert harness.creation_backoff.blocked_until(harness.job.uid) == 0.0
+    assert harness.creation_backoff.get_blocked_until(harness.job.uid) == 0.0
     writer.cancel()
 
 
@@ -195,10 +195,12 @@ async def test_an_exceeded_quota_is_one_event_for_all_pod_names(harness: Executo
     await run_pending_tasks()
     (event,) = harness.events()
     assert "exceeded quota: team" in event["message"]
-    assert harness.creation_backoff.refusal(harness.job.uid) == "Pod j-w-N: exceeded quota: team, used: cpu=11; j-w-N"
+    assert (
+        harness.creation_backoff.find_refusal(harness.job.uid) == "Pod j-w-N: exceeded quota: team, used: cpu=11; j-w-N"
+    )
     harness.cluster.faults.clear()
     await harness.execute(*harness.pod_creations(2))
-    assert harness.creation_backoff.refusal(harness.job.uid) == ""
+    assert harness.creation_backoff.find_refusal(harness.job.uid) == ""
     writer.cancel()
 
 
@@ -386,7 +388,7 @@ async def test_a_known_record_is_replaced_in_one_request(harness: ExecutorHarnes
     harness.cluster.requests.clear()
     second = harness.publish_action(2, 1, "10.0.0.2")
     await harness.execute(second)
-    path = CONFIG_MAPS.path("default", "j-membership")
+    path = CONFIG_MAPS.build_path("default", "j-membership")
     assert harness.cluster.requests == [("PATCH", path)]
     record = harness.caches.find_membership(harness.job)
     assert record is not None

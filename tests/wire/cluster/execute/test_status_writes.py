@@ -39,7 +39,7 @@ def newest_desired(harness: ExecutorHarness) -> int:
 
 async def execute(harness: ExecutorHarness, *actions: Any, **changes: Any) -> None:
     """Execute a plan that follows from the newest status, as the reconciler does."""
-    job = harness.caches.with_newest_status(harness.job)
+    job = harness.caches.apply_refused_status(harness.job)
     await harness.executor.execute(harness.job, Plan(status=replace_status(job, **changes), actions=actions))
 
 
@@ -140,7 +140,7 @@ def test_an_earlier_write_that_is_executed_late_does_not_replace_a_kept_status()
     harness.cluster.change(JOBS, "default", "j", lambda raw: raw.update(status=late.to_wire()))
     run_virtual(harness.caches.jobs.refresh())
 
-    assert harness.caches.with_newest_status(harness.job).status.desired == 3
+    assert harness.caches.apply_refused_status(harness.job).status.desired == 3
 
 
 def test_a_status_that_can_be_stored_nowhere_stops_the_plan() -> None:

@@ -18,7 +18,7 @@ from trainium_operator.cluster.queue.work_queue import (
     PlanRateLimiter,
     WorkQueue,
 )
-from trainium_operator.plan.model.names import JobId, membership_name
+from trainium_operator.plan.model.names import JobId, format_membership_name
 from trainium_operator.plan.model.observed import PodPhase, PodView
 from trainium_operator.settings import Settings
 
@@ -37,7 +37,7 @@ async def pause_after(*views: PodView | None, is_published: bool = False) -> flo
     caches, limiter = make_caches(cast("Api", None), Settings()), PlanRateLimiter(queue)
     if is_published:
         record = Entry(ChildRecord("hash"), uid="map", version=1, owner=OWNER)
-        caches.config_maps.store.put(("default", membership_name("llama")), record)
+        caches.config_maps.store.put(("default", format_membership_name("llama")), record)
     before, after = views
     if before is not None:
         caches.pods.store.put(POD, Entry(before, uid="pod", version=1, owner=OWNER))
@@ -117,7 +117,7 @@ async def run_plans(cost: float, changes: list[float], until: float, faults: tup
             plan_times.append(loop.time())
             # Planning does not yield, so nothing changes during it.
             limiter.record_plan(key, cost, plan_times[-1])
-            queue.done(key)
+            queue.mark_done(key)
 
     worker = asyncio.create_task(work())
     for time in sorted([*changes, *faults]):

@@ -54,28 +54,28 @@ class TwoJobs:
 def test_a_waiting_gang_wakes_the_job_with_idle_nodes() -> None:
     jobs = TwoJobs()
     jobs.add_pod(WAITS)
-    assert jobs.gangs.wanted_nodes(jobs.first) == 1
+    assert jobs.gangs.count_wanted_nodes(jobs.first) == 1
     assert jobs.woken == [("default", "first")]
 
     jobs.add_pod(replace(WAITS, node="a", unschedulable_message=""))
-    assert jobs.gangs.wanted_nodes(jobs.first) == 0
+    assert jobs.gangs.count_wanted_nodes(jobs.first) == 0
     assert jobs.woken == [("default", "first")] * 2
 
 
 def test_only_waiting_gangs_of_other_jobs_with_the_same_devices_count() -> None:
     jobs = TwoJobs()
     jobs.add_pod(replace(WAITS, name="first-w-9"), "first")
-    assert jobs.gangs.wanted_nodes(jobs.first) == 0
+    assert jobs.gangs.count_wanted_nodes(jobs.first) == 0
     jobs.add_pod(replace(WAITS, extra=True))
     jobs.add_pod(replace(WAITS, gang=""))
-    assert jobs.gangs.wanted_nodes(jobs.first) == 0
+    assert jobs.gangs.count_wanted_nodes(jobs.first) == 0
     different = TwoJobs(device="cuda")
     different.add_pod(WAITS)
-    assert different.gangs.wanted_nodes(different.first) == 0
+    assert different.gangs.count_wanted_nodes(different.first) == 0
 
 
 def test_deleted_pods_do_not_wait() -> None:
     jobs = TwoJobs()
     jobs.add_pod(WAITS)
     jobs.caches.pods.store.remove(("default", WAITS.name), 9)
-    assert jobs.gangs.wanted_nodes(jobs.first) == 0
+    assert jobs.gangs.count_wanted_nodes(jobs.first) == 0

@@ -23,10 +23,10 @@ async def test_a_write_behind_a_hanging_webhook_times_out() -> None:
     started_at = loop.time()
     await writes.write(PLACE, "a", asyncio.sleep(30))
     assert loop.time() - started_at == pytest.approx(SECONDS)
-    refusal = writes.refusals("a").get(PLACE)
+    refusal = writes.list_refusals("a").get(PLACE)
     assert refusal is not None
     assert "did not take the NetworkPolicy within 10 s" in refusal.sentence
-    assert writes.refusals("b").get(PLACE) is None
+    assert writes.list_refusals("b").get(PLACE) is None
 
 
 @in_virtual_time
@@ -35,13 +35,13 @@ async def test_pauses_grow_to_a_maximum_and_end_with_a_success() -> None:
     pauses = []
     for _ in range(12):
         await writes.write(PLACE, "a", fail_with(ForbiddenError("no", status=403)))
-        refusal = writes.refusals("a").get(PLACE)
+        refusal = writes.list_refusals("a").get(PLACE)
         assert refusal is not None
         pauses.append(refusal.retry_at - 1000.0)
     assert pauses[:4] == [2.0, 4.0, 8.0, 16.0]
     assert pauses[-1] == MAX_PAUSE_SECONDS
     await writes.write(PLACE, "a", asyncio.sleep(0))
-    assert writes.refusals("a").get(PLACE) is None
+    assert writes.list_refusals("a").get(PLACE) is None
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ async def test_a_conflict_or_outage_is_raised(error: ApiError) -> None:
     writes = WriteOutcomes(lambda: 0.0)
     with pytest.raises(type(error)):
         await writes.write(PLACE, "a", fail_with(error))
-    assert writes.refusals("a").get(PLACE) is None
+    assert writes.list_refusals("a").get(PLACE) is None
 
 
 @in_virtual_time
@@ -61,4 +61,4 @@ async def test_a_timeout_of_the_caller_is_raised() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(scaled(1.0)):
             await writes.write(PLACE, "a", asyncio.sleep(30))
-    assert writes.refusals("a").get(PLACE) is None
+    assert writes.list_refusals("a").get(PLACE) is None

@@ -12,7 +12,7 @@ from trainium_contract.faults.classify import find_cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.faults.signs import SignKind
 from trainium_operator.plan.faults.node_signals import NodeProblem
-from trainium_operator.plan.features.dra.template import build_claim_template, pod_claim_fields
+from trainium_operator.plan.features.dra.template import build_claim_template, build_pod_claim_fields
 from trainium_operator.plan.model.actions import ApplyObject, DeleteTemplate, PolicyResult
 from trainium_operator.plan.model.observed import ApiState, Observed, PlanSettings
 from trainium_operator.plan.model.reasons import Reason
@@ -66,7 +66,7 @@ def find_claim_blocker(facts: Facts) -> tuple[Reason, str] | None:
 
 def describe_free_devices(facts: Facts) -> str:
     """Return the number of nodes with enough free devices as a sentence; empty without a claim."""
-    devices, count = facts.observed.devices, facts.job.spec.workers.accelerator.claimed_devices()
+    devices, count = facts.observed.devices, facts.job.spec.workers.accelerator.count_claimed_devices()
     if devices is None or not count:
         return ""
     return f" Nodes that have {count} free devices: {len(devices.free_nodes)} of {devices.nodes}."
@@ -109,7 +109,7 @@ def _is_used(observed: Observed, _settings: PlanSettings) -> bool:
 FEATURE = Feature(
     name="claimed devices",
     is_used=_is_used,
-    pod_fields=pod_claim_fields,
+    pod_fields=build_pod_claim_fields,
     node_problems=find_device_problems,
     reconcile_before_pods=reconcile_templates,
     find_creation_blocker=find_claim_blocker,

@@ -37,7 +37,7 @@ def build_claim_template(job: JobView) -> Json | None:
     return build_owned_object(job, API_VERSION, KIND, name, content, "devices")
 
 
-def pod_claim_fields(job: JobView) -> tuple[Json, Json]:
+def build_pod_claim_fields(job: JobView) -> tuple[Json, Json]:
     """Return additional fields of a pod's spec and of its container's resources; empty without a claim."""
     template = build_claim_template(job)
     if template is None:
@@ -47,7 +47,7 @@ def pod_claim_fields(job: JobView) -> tuple[Json, Json]:
 
 
 def _build_devices(accelerator: AcceleratorSpec, claim: ClaimSpec) -> Json:
-    count = accelerator.claimed_devices()
+    count = accelerator.count_claimed_devices()
     exactly: Json = {"deviceClassName": claim.device_class_name, "allocationMode": "ExactCount", "count": count}
     if claim.selectors:
         exactly["selectors"] = [{"cel": {"expression": each}} for each in claim.selectors]

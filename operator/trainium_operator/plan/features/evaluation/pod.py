@@ -56,9 +56,9 @@ def build_evaluation_pod(job: JobView, settings: PlanSettings, entry: MilestoneE
     annotations = {
         key: value for key, value in body["metadata"]["annotations"].items() if not key.startswith(_WORKER_ANNOTATIONS)
     }
-    labels = {**body["metadata"]["labels"], **names.object_labels(job.name, "evaluation")}
+    labels = {**body["metadata"]["labels"], **names.build_object_labels(job.name, "evaluation")}
     metadata = {
-        "name": names.evaluation_name(job.name),
+        "name": names.format_evaluation_name(job.name),
         "namespace": job.namespace,
         "labels": {**labels, env.LABEL_ROLE: env.ROLE_EVALUATION},
         "annotations": {**annotations, names.ANNOTATION_EVALUATES: attempt},

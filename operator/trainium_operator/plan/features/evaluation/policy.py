@@ -23,9 +23,9 @@ from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.results import MAX_EVALUATIONS, EvaluationFigure, MilestoneEvaluation, RunResults
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_operator.plan.features.evaluation.pod import build_evaluation_pod
-from trainium_operator.plan.model.actions import CreateOtherPod, DeleteOtherPod, PolicyResult, event
+from trainium_operator.plan.model.actions import CreateOtherPod, DeleteOtherPod, PolicyResult, build_event_intent
 from trainium_operator.plan.model.conditions import is_true
-from trainium_operator.plan.model.names import evaluation_name
+from trainium_operator.plan.model.names import format_evaluation_name
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_figure, format_sentence
@@ -47,7 +47,7 @@ def reconcile_evaluation(facts: Facts, status: TrainingJobStatus) -> PolicyResul
     observed, spec = facts.observed, facts.job.spec
     is_active = spec.workload.evaluates_milestones and not spec.suspend and not is_true(status, ConditionType.FAILED)
     if is_active:
-        status = status.replaced(evaluations=_with_new_models(status))
+        status = status.replaced(evaluations=_add_new_models(status))
     if observed.other_pods is None:
         return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,) if is_active else ())
     if observed.evaluation_pod is not None:
@@ -56,11 +56,11 @@ def reconcile_evaluation(facts: Facts, status: TrainingJobStatus) -> PolicyResul
     if entry is None or not is_active:
         return PolicyResult(status=status)
     start_at = _find_next_start(entry)
-    refusal = observed.refusals.get(f"Pod/{evaluation_name(facts.job.name)}")
+    refusal = observed.refusals.get(f"Pod/{format_evaluation_name(facts.job.name)}")
     if refusal is not None:
         start_at = max(start_at, refusal.retry_at)
         message = format_sentence(f"its pod cannot be created: {refusal.sentence}")
-        status = _with_entry(status, entry.replaced(message=message))
+        status = _set_entry(status, entry.replaced(message=message))
     if facts.now < start_at:
         return PolicyResult(status=status, requeue_at=(start_at,))
     manifest = build_evaluation_pod(facts.job, facts.settings, entry, describe_attempt(entry))
@@ -77,7 +77,7 @@ def describe_attempt(entry: MilestoneEvaluation) -> str:
     return f"{entry.failures} {entry.path}"
 
 
-def _with_new_models(status: TrainingJobStatus) -> tuple[MilestoneEvaluation, ...]:
+def _add_new_models(status: TrainingJobStatus) -> tuple[MilestoneEvaluation, ...]:
     known_paths = {artifact.path for artifact in status.evaluations}
     new_entries = tuple(
         MilestoneEvaluation(step=artifact.step, tokens=artifact.tokens, path=artifact.path, bytes=artifact.bytes)
@@ -112,18 +112,18 @@ def _record_end(facts: Facts, status: TrainingJobStatus, pod: PodView, entry: Mi
     if figures:
         entry = entry.replaced(figures=figures, message="")
         text = ", ".join(format_figure(figure) for figure in figures)
-        note = event(Reason.EVALUATED, f"The model of step {entry.step} was measured: {text}.")
-        return PolicyResult(status=_with_entry(status, entry), events=(note,))
+        note = build_event_intent(Reason.EVALUATED, f"The model of step {entry.step} was measured: {text}.")
+        return PolicyResult(status=_set_entry(status, entry), events=(note,))
     reason = pod.message or pod.reason or "its pod left no figures"
     if pod.disrupted:
-        return PolicyResult(status=_with_entry(status, entry.replaced(message=format_sentence(reason))))
+        return PolicyResult(status=_set_entry(status, entry.replaced(message=format_sentence(reason))))
     failures = MAX_ATTEMPTS if pod.exit_code == ExitCode.USER_ERROR else entry.failures + 1
     entry = entry.replaced(failures=failures, message=format_sentence(reason))
     consequence = "it is tried again" if is_pending(entry) else "it is left out"
     code = "" if pod.exit_code is None else f" (exit code {pod.exit_code})"
     text = f"The model of step {entry.step} could not be measured{code}, {consequence}: {reason}"
-    warning = event(Reason.EVALUATION_FAILED, text, warning=True)
-    return PolicyResult(status=_with_entry(status, entry), events=(warning,))
+    warning = build_event_intent(Reason.EVALUATION_FAILED, text, warning=True)
+    return PolicyResult(status=_set_entry(status, entry), events=(warning,))
 
 
 def _read_figures(pod: PodView) -> tuple[EvaluationFigure, ...]:
@@ -141,7 +141,7 @@ def _find_next_start(entry: MilestoneEvaluation) -> float:
     return 0.0 if failed_at is None else failed_at + BACKOFF_SECONDS * 2**entry.failures
 
 
-def _with_entry(status: TrainingJobStatus, entry: MilestoneEvaluation) -> TrainingJobStatus:
+def _set_entry(status: TrainingJobStatus, entry: MilestoneEvaluation) -> TrainingJobStatus:
     evaluations = tuple(entry if other.path == entry.path else other for other in status.evaluations)
     return status.replaced(evaluations=evaluations)
 

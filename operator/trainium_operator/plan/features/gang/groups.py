@@ -75,7 +75,7 @@ def _build_object(job: JobView, api_version: str, kind: str, spec: Json) -> Json
     metadata = {
         "name": f"{job.name}-{compute_content_hash({**content, 'uid': job.uid})[:8]}",
         "namespace": job.namespace,
-        "labels": names.object_labels(job.name, "gang"),
+        "labels": names.build_object_labels(job.name, "gang"),
         "ownerReferences": [build_owner_reference(job)],
     }
     return {**content, "metadata": metadata}

@@ -38,7 +38,7 @@ class QueueGrant(Grant):
     workload: str = ""
     """Name of the first Workload."""
 
-    def placement(self, pod_set: str) -> Placement:
+    def find_placement(self, pod_set: str) -> Placement:
         """Return the placement of pods of this pod set; that of the workers for a set that was not requested."""
         by_pod_set = dict(self.placements)
         return by_pod_set.get(pod_set) or by_pod_set.get(WORKERS) or Placement()
@@ -53,14 +53,14 @@ def admit(observed: Observed, settings: PlanSettings) -> QueueGrant | None:
         absent = settings.kueue in (ApiState.OFF, ApiState.ABSENT)
         reason = Reason.GANG_API_MISSING if absent else Reason.WAITING_FOR_QUEUE
         return QueueGrant(
-            state=AdmissionState.UNKNOWN, reason=reason, message=_unavailable_message(queue, settings.kueue)
+            state=AdmissionState.UNKNOWN, reason=reason, message=_describe_unavailability(queue, settings.kueue)
         )
     base = find_base_workload(observed.quota)
     if base is None:
         return QueueGrant(state=AdmissionState.WAITING, message=f"quota is requested in queue {queue}")
     if not base.admitted:
-        return _waiting_grant(queue, base)
-    return _admitted_grant(observed.quota, base, _template_placement(observed, settings, base))
+        return _build_waiting_grant(queue, base)
+    return _build_admitted_grant(observed.quota, base, _read_template_placement(observed, settings, base))
 
 
 def find_base_workload(quota: QuotaView) -> WorkloadView | None:
@@ -73,7 +73,7 @@ def list_further_workloads(quota: QuotaView) -> tuple[WorkloadView, ...]:
     return tuple(each for each in quota.workloads if each.part > 0)
 
 
-def _template_placement(observed: Observed, settings: PlanSettings, base: WorkloadView) -> Placement:
+def _read_template_placement(observed: Observed, settings: PlanSettings, base: WorkloadView) -> Placement:
     """Return where the job's own template places its pods.
 
     Kueue applies it for flavors, but checks may contradict it.
@@ -83,7 +83,7 @@ def _template_placement(observed: Observed, settings: PlanSettings, base: Worklo
     return Placement(node_selector=build_pod_template(observed.job, settings)["spec"].get("nodeSelector") or {})
 
 
-def _admitted_grant(quota: QuotaView, base: WorkloadView, template_placement: Placement) -> QueueGrant:
+def _build_admitted_grant(quota: QuotaView, base: WorkloadView, template_placement: Placement) -> QueueGrant:
     placements: list[tuple[str, Placement]] = []
     counts: dict[str, int] = {}
     for pod_set_grant in base.grants:
@@ -118,7 +118,7 @@ def _admitted_grant(quota: QuotaView, base: WorkloadView, template_placement: Pl
     )
 
 
-def _waiting_grant(queue: str, base: WorkloadView) -> QueueGrant:
+def _build_waiting_grant(queue: str, base: WorkloadView) -> QueueGrant:
     evicted = base.find(WorkloadCondition.EVICTED)
     pending = base.find(WorkloadCondition.QUOTA_RESERVED)
     pending_message = pending.message if pending is not None and not pending.is_true else ""
@@ -147,7 +147,7 @@ def _waiting_grant(queue: str, base: WorkloadView) -> QueueGrant:
     )
 
 
-def _unavailable_message(queue: str, state: ApiState) -> str:
+def _describe_unavailability(queue: str, state: ApiState) -> str:
     prefix = f"queueName is {queue}, but"
     if state is ApiState.OFF:
         return f"{prefix} this operator does not work with Kueue: set the chart's kueue.enabled, or clear it"
@@ -214,7 +214,7 @@ def place_pods(facts: Facts, _status: PublicStatus, manifests: list[Json]) -> tu
     workers = max(0, grant.workers - (len(pod_sets_in_use) - pod_sets_in_use.count(SPARES)))
     pod_sets = [WORKERS if index < workers or index >= workers + spares else SPARES for index in range(len(manifests))]
     return (), [
-        apply_placement(pod, grant.placement(name), pod_set=name, workload=grant.workload)
+        apply_placement(pod, grant.find_placement(name), pod_set=name, workload=grant.workload)
         for pod, name in zip(manifests, pod_sets, strict=True)
     ]
 
@@ -224,4 +224,6 @@ def place_pod_set(facts: Facts, name: str, manifests: list[Json]) -> list[Json]:
     grant = facts.grant
     if not isinstance(grant, QueueGrant):
         return manifests
-    return [apply_placement(pod, grant.placement(name), pod_set=name, workload=grant.workload) for pod in manifests]
+    return [
+        apply_placement(pod, grant.find_placement(name), pod_set=name, workload=grant.workload) for pod in manifests
+    ]

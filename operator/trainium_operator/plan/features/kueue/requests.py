@@ -127,7 +127,7 @@ def _plan_further_workloads(facts: Facts, quota: QuotaView, grant: QueueGrant, e
     for workload in holding:
         if pods_fit and not workload.deleting and (workload.is_true(WorkloadCondition.EVICTED) or not workload.active):
             yield build_quota_return(workload)
-    selector = grant.placement(WORKERS).node_selector
+    selector = grant.find_placement(WORKERS).node_selector
     step_sizes = list_remaining_steps(facts.size, covered_workers, MAX_QUOTA_STEPS - len(holding), extras=extras)
     used = {workload.part for workload in quota.workloads}
     free = iter(part for part in range(1, 2 * MAX_QUOTA_STEPS + 2) if part not in used)

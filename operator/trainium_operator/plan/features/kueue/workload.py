@@ -63,9 +63,9 @@ def build_workload(
         reference = {"group": "scheduling.k8s.io", "kind": "PriorityClass", "name": scheduling.priority_class_name}
         spec["priorityClassRef"] = reference
     metadata = {
-        "name": names.workload_name(job.name, part),
+        "name": names.format_workload_name(job.name, part),
         "namespace": job.namespace,
-        "labels": {**names.object_labels(job.name, "quota"), LABEL_JOB_UID: job.uid},
+        "labels": {**names.build_object_labels(job.name, "quota"), LABEL_JOB_UID: job.uid},
         "annotations": {
             names.ANNOTATION_PART: str(part),
             names.ANNOTATION_CONTENT_HASH: compute_content_hash(spec),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire import worker_env as env
-from trainium_operator.plan.manifests.affinity import AvoidedNodes, with_excluded_nodes
+from trainium_operator.plan.manifests.affinity import AvoidedNodes, exclude_nodes
 from trainium_operator.plan.manifests.owned_object import (
     build_owned_object,
     build_owner_reference,
@@ -32,11 +32,11 @@ _PROBE_SECONDS = 2
 
 def build_role_template(job: JobView, settings: PlanSettings, role: RoleSpec) -> Json:
     """Build the parts that all pods of a role share, with their digest as an annotation."""
-    merged = merge_template(_build_base(job, settings, role), _with_container_name(role))
+    merged = merge_template(_build_base(job, settings, role), _set_container_name(role))
     metadata = merged.get("metadata") or {}
     spec = {**(merged.get("spec") or {}), "restartPolicy": "Never"}
     containers = spec["containers"]
-    spec["containers"] = [_with_readiness(containers[0], role.port), *containers[1:]]
+    spec["containers"] = [_add_readiness_probe(containers[0], role.port), *containers[1:]]
     labels = {**(metadata.get("labels") or {}), **build_role_labels(job.name, role.name)}
     annotations = {
         **(metadata.get("annotations") or {}),
@@ -49,13 +49,13 @@ def build_role_pods(job: JobView, role: str, body: Json, ordinals: range, avoide
     """Return complete manifests of the pods with these ordinals."""
     spec = body["spec"]
     if avoided.required or avoided.preferred:
-        spec = {**spec, "affinity": with_excluded_nodes(spec.get("affinity") or {}, avoided)}
+        spec = {**spec, "affinity": exclude_nodes(spec.get("affinity") or {}, avoided)}
     identity = {"namespace": job.namespace, "ownerReferences": [build_owner_reference(job)]}
     return [
         {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {**body["metadata"], **identity, "name": names.role_pod_name(job.name, role, ordinal)},
+            "metadata": {**body["metadata"], **identity, "name": names.format_role_pod_name(job.name, role, ordinal)},
             "spec": spec,
         }
         for ordinal in ordinals
@@ -69,7 +69,7 @@ def build_service(job: JobView, role: RoleSpec) -> Json:
         "selector": {env.LABEL_JOB: job.name, env.LABEL_ROLE: role.name},
         "ports": [{"name": "role", "port": role.port, "protocol": "TCP", "targetPort": role.port}],
     }
-    name = names.role_object_name(job.name, role.name)
+    name = names.format_role_object_name(job.name, role.name)
     return build_owned_object(job, "v1", "Service", name, {"spec": spec}, role.name)
 
 
@@ -80,7 +80,7 @@ def build_role_budget(job: JobView, role: RoleSpec) -> Json:
         "selector": {"matchLabels": {env.LABEL_JOB: job.name, env.LABEL_ROLE: role.name}},
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }
-    name = names.role_object_name(job.name, role.name)
+    name = names.format_role_object_name(job.name, role.name)
     return build_owned_object(job, "policy/v1", "PodDisruptionBudget", name, {"spec": spec}, role.name)
 
 
@@ -95,7 +95,7 @@ def build_role_policy(job: JobView, rules: tuple[Json, ...]) -> Json:
         "policyTypes": ["Ingress"],
         "ingress": [{"from": [{"podSelector": others}]}, *rules],
     }
-    name = names.role_policy_name(job.name)
+    name = names.format_role_policy_name(job.name)
     return build_owned_object(job, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": spec}, "network")
 
 
@@ -108,10 +108,10 @@ _NOT_A_WORKER: Json = {
 
 def build_role_labels(job: str, role: str) -> dict[str, str]:
     """Return the labels of the pods of a role."""
-    return {**names.object_labels(job, role), env.LABEL_ROLE: role}
+    return {**names.build_object_labels(job, role), env.LABEL_ROLE: role}
 
 
-def _with_container_name(role: RoleSpec) -> Json:
+def _set_container_name(role: RoleSpec) -> Json:
     """Return the template with the role's name for a first container without one."""
     template: Json = role.template
     first, *others = role.containers
@@ -148,7 +148,7 @@ def _build_environment(job: JobView, role: RoleSpec) -> list[Json]:
     ]
 
 
-def _with_readiness(container: Json, port: int) -> Json:
+def _add_readiness_probe(container: Json, port: int) -> Json:
     """Return the container with its port, and with a probe of the port if it has none."""
     ports = container.get("ports") or []
     if not any(isinstance(each, dict) and each.get("containerPort") == port for each in ports):

@@ -28,9 +28,9 @@ from trainium_operator.plan.model.actions import (
     CreateOtherPod,
     DeleteOtherPod,
     PolicyResult,
-    event,
+    build_event_intent,
 )
-from trainium_operator.plan.model.conditions import with_condition
+from trainium_operator.plan.model.conditions import set_condition
 from trainium_operator.plan.model.grant import AdmissionState
 from trainium_operator.plan.model.names import LABEL_HOST
 from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase
@@ -55,7 +55,9 @@ MAX_BATCH = 64
 def list_pod_sets(facts: Facts) -> tuple[PodSet, ...]:
     """Return the pods of each role for which a queue needs quota."""
     return tuple(
-        PodSet(_pod_set_name(role.name), role.replicas, objects.build_role_template(facts.job, facts.settings, role))
+        PodSet(
+            _format_pod_set_name(role.name), role.replicas, objects.build_role_template(facts.job, facts.settings, role)
+        )
         for role in facts.job.spec.roles
     )
 
@@ -82,10 +84,10 @@ def reconcile_roles(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     is_held = facts.job.spec.suspend or (facts.grant is not None and facts.grant.releases_workers)
     for role in facts.job.spec.roles:
         reconcile = _release_role if is_held else _reconcile_role
-        result = result.then(reconcile(facts, result.status, role))
+        result = result.combine(reconcile(facts, result.status, role))
     if not is_held:
-        result = result.then(_apply_objects(facts, result.status))
-    return result.with_status(_set_condition(facts, result.status, is_held=is_held))
+        result = result.combine(_apply_objects(facts, result.status))
+    return result.replace_status(_set_condition(facts, result.status, is_held=is_held))
 
 
 def _release_role(facts: Facts, status: TrainingJobStatus, role: RoleSpec) -> PolicyResult:
@@ -93,7 +95,7 @@ def _release_role(facts: Facts, status: TrainingJobStatus, role: RoleSpec) -> Po
     pods = readiness.list_pods(facts.observed, role.name)
     state = _find_state(status, role.name).replaced(failed_starts=0, failed_at=None)
     report = _build_report(facts, status, role, replicas=0, message="")
-    status = _with_role(status, state, report)
+    status = _set_role(status, state, report)
     if facts.workers:
         return PolicyResult(status=status)
     return PolicyResult(status=status, actions=tuple(a for pod in pods for a in _build_deletion(facts, pod)))
@@ -123,25 +125,25 @@ def _reconcile_role(facts: Facts, status: TrainingJobStatus, role: RoleSpec) -> 
         if facts.now < create_at:
             requeue_at = (create_at,)
         else:
-            ordinals = _next_ordinals(facts, review.state, missing)
+            ordinals = _choose_next_ordinals(facts, review.state, missing)
             review.state = review.state.replaced(next_ordinal=ordinals.stop)
             avoided = _find_avoided_nodes(facts, status, review.state, role)
             manifests = objects.build_role_pods(facts.job, role.name, body, ordinals, avoided)
             for feature in facts.features:
-                manifests = feature.place_pod_set(facts, _pod_set_name(role.name), manifests)
+                manifests = feature.place_pod_set(facts, _format_pod_set_name(role.name), manifests)
             review.actions += map(CreateOtherPod, manifests)
     message = _explain_missing(facts, role, review, wanted, create_at if requeue_at else None)
     report = _build_report(facts, status, role, replicas=wanted, message=message)
     report = report.replaced(restarts=report.restarts + review.restarts)
     return PolicyResult(
-        status=_with_role(status, review.state, report),
+        status=_set_role(status, review.state, report),
         actions=tuple(review.actions),
         events=tuple(review.events),
         requeue_at=requeue_at,
     )
 
 
-def _next_ordinals(facts: Facts, state: RoleState, count: int) -> range:
+def _choose_next_ordinals(facts: Facts, state: RoleState, count: int) -> range:
     """Return ordinals that no existing pod has; they restart at 0 after the last one, or an edited status."""
     highest = max((pod.ordinal for pod in readiness.list_pods(facts.observed, state.name)), default=-1)
     known = state.next_ordinal if 0 <= state.next_ordinal <= names.LAST_ORDINAL else 0
@@ -160,7 +162,9 @@ def _review_pods(facts: Facts, status: TrainingJobStatus, role: RoleSpec, templa
             review.restarts += 1
             note = f"Role {role.name}: {failure.message} ({failure.cause.value}); another pod takes its place"
             series = f"{role.name} {failure.cause.value}"
-            review.events.append(event(Reason.ROLE_POD_REPLACED, note, warning=True, pod=pod.name, series=series))
+            review.events.append(
+                build_event_intent(Reason.ROLE_POD_REPLACED, note, warning=True, pod=pod.name, series=series)
+            )
         is_stale = not pod.ready and is_outdated(pod.template_hash, template_hash) and not facts.job.unknown
         if failure is None and not (pod.deleting or is_stale):
             review.alive.append(pod)
@@ -188,7 +192,7 @@ def _limit_to_quota(facts: Facts, role: RoleSpec) -> int:
     grant = facts.grant
     if grant is None or grant.state is not AdmissionState.ADMITTED:
         return role.replicas
-    return min(role.replicas, grant.other_pods.get(_pod_set_name(role.name), 0))
+    return min(role.replicas, grant.other_pods.get(_format_pod_set_name(role.name), 0))
 
 
 def _may_create(facts: Facts) -> bool:
@@ -196,12 +200,12 @@ def _may_create(facts: Facts) -> bool:
 
 
 def _find_next_creation(facts: Facts, state: RoleState, role: RoleSpec) -> float:
-    refusal = facts.observed.refusals.get(_refusal_place(facts, role))
+    refusal = facts.observed.refusals.get(_find_refusal_place(facts, role))
     return max(failures.find_next_creation(state, facts.now), refusal.retry_at if refusal is not None else 0.0)
 
 
-def _refusal_place(facts: Facts, role: RoleSpec) -> str:
-    return f"Pod/{names.role_object_name(facts.job.name, role.name)}"
+def _find_refusal_place(facts: Facts, role: RoleSpec) -> str:
+    return f"Pod/{names.format_role_object_name(facts.job.name, role.name)}"
 
 
 def _find_avoided_nodes(facts: Facts, status: TrainingJobStatus, state: RoleState, role: RoleSpec) -> AvoidedNodes:
@@ -221,7 +225,7 @@ def _find_avoided_nodes(facts: Facts, status: TrainingJobStatus, state: RoleStat
 
 def _explain_missing(facts: Facts, role: RoleSpec, review: _Review, wanted: int, create_at: float | None) -> str:
     """Return why fewer pods are ready than requested; empty if none is missing."""
-    refusal = facts.observed.refusals.get(_refusal_place(facts, role))
+    refusal = facts.observed.refusals.get(_find_refusal_place(facts, role))
     if refusal is not None and len(review.alive) < wanted:
         return f"its pods cannot be created: {refusal.sentence}"
     not_ready = [pod for pod in review.alive if not pod.ready]
@@ -279,9 +283,9 @@ def _set_condition(facts: Facts, status: TrainingJobStatus, *, is_held: bool) ->
     waiting = [each for each in missing if each.ready_replicas < each.min_ready]
     if is_held:
         reason = Reason.SUSPENDED if facts.job.spec.suspend else Reason.WAITING_FOR_QUEUE
-        return with_condition(status, kind, False, reason, "", now=facts.now)
+        return set_condition(status, kind, False, reason, "", now=facts.now)
     if not missing:
-        return with_condition(status, kind, True, Reason.ROLES_READY, "", now=facts.now)
+        return set_condition(status, kind, True, Reason.ROLES_READY, "", now=facts.now)
     role = (waiting or missing)[0]
     counts = f"role {role.name}: {role.ready_replicas} of {role.replicas} pods are ready since {role.since}"
     needs = f", and training waits for {role.min_ready}" if waiting else ""
@@ -290,7 +294,7 @@ def _set_condition(facts: Facts, status: TrainingJobStatus, *, is_held: bool) ->
     if waiting:
         has_reason = role.message and role.message != _STARTING
         reason = Reason.ROLE_NOT_STARTING if has_reason else Reason.WAITING_FOR_ROLES
-    return with_condition(status, kind, not waiting, reason, text, now=facts.now)
+    return set_condition(status, kind, not waiting, reason, text, now=facts.now)
 
 
 _STARTING = format_sentence("its pods start")
@@ -305,7 +309,7 @@ def _apply_objects(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     if facts.settings.worker_ingress is not None and facts.observed.policies_listed:
         manifests.append(objects.build_role_policy(job, tuple(map(dict, facts.settings.worker_ingress.rules))))
     for manifest in manifests:
-        result = result.then(reconcile_object(facts, status, manifest))
+        result = result.combine(reconcile_object(facts, status, manifest))
     return result
 
 
@@ -313,13 +317,13 @@ def _find_state(status: TrainingJobStatus, role: str) -> RoleState:
     return next((each for each in status.role_states if each.name == role), RoleState(name=role))
 
 
-def _with_role(status: TrainingJobStatus, state: RoleState, report: RoleStatus) -> TrainingJobStatus:
+def _set_role(status: TrainingJobStatus, state: RoleState, report: RoleStatus) -> TrainingJobStatus:
     states = {each.name: each for each in status.role_states} | {state.name: state}
     reports = {each.name: each for each in status.roles} | {report.name: report}
     return status.replaced(role_states=tuple(states.values()), roles=tuple(reports.values()))
 
 
-def _pod_set_name(role: str) -> str:
+def _format_pod_set_name(role: str) -> str:
     return f"role-{role}"
 
 
