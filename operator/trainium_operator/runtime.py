@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.api_server import errors
 from trainium_contract.status.conditions import Phase
-from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster import coordinator_ports, job_pages, lease, owner_references, reconciler, releases
 from trainium_operator.cluster.api import client, resources
@@ -43,7 +42,6 @@ from trainium_operator.coordinator import (
 from trainium_operator.endpoints import access, servers
 from trainium_operator.http import tls
 from trainium_operator.monitoring import metrics
-from trainium_operator.plan.model.observed import JobView, Observed, PlanSettings, PodView
 from trainium_operator.plan.plan import plan
 
 if TYPE_CHECKING:
@@ -53,6 +51,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.transport import Transport
     from trainium_operator.plan.model.actions import Plan
     from trainium_operator.plan.model.names import JobId
+    from trainium_operator.plan.model.observed import JobView, Observed, PodView
     from trainium_operator.settings import Settings
 
 WATCH_STALE_SECONDS = 180.0
@@ -79,87 +78,36 @@ class Runtime:
     ) -> None:
         """`lease_transport` serves the Lease alone, so that no other request delays it."""
         self.settings = settings
+        self._namespace, self._identity, self._wall_clock = namespace, identity, wall_clock
+        self._plan_clock = SteadyClock(wall_clock, asyncio.get_running_loop().time)
         self.serving = asyncio.Event()
         """Set while agents are answered: this process holds the Lease, and the newest memberships are known."""
         self.leading = asyncio.Event()
         """Set while jobs are planned: everything else is known too."""
-        self.metrics = metrics.Metrics(named_jobs=settings.named_jobs)
+        self._stopped = False
         self.api_last_seen = 0.0
-        make_api = partial(client.Api, on_request=self._record_request, labels=settings.labels)
-        self.api = make_api(transport)
+        self.metrics = metrics.Metrics(named_jobs=settings.named_jobs)
+        create_api = partial(client.Api, on_request=self._record_request, labels=settings.labels)
+        self.api = create_api(transport)
         self.queue: work_queue.WorkQueue[store.Key] = work_queue.WorkQueue(most_slow=max(1, settings.workers // 2))
         self.plan_rate_limiter = work_queue.PlanRateLimiter(self.queue)
-        clock = SteadyClock(wall_clock, asyncio.get_running_loop().time)
-        self.caches = caches.make_caches(self.api, settings, clock, on_change=self._handle_api_change)
-        self.state = state.CoordinatorState(clock)
-        self._stopped = False
+        self.caches = caches.make_caches(self.api, settings, self._plan_clock, on_change=self._handle_api_change)
         self.recorder = events.EventRecorder(self.api, identity, wall_clock=wall_clock)
-        times = lease.LeaseTimes.of(
-            duration=settings.lease_duration, renew_deadline=settings.lease_renew_deadline, retry=settings.lease_retry
-        )
-        self.elector = lease.LeaseElector(
-            make_api(lease_transport or transport),
-            namespace,
-            settings.lease_name,
-            identity,
-            wall_clock=wall_clock,
-            times=times,
-            owners=lambda: self.owner_references.list_owners(resources.LEASES),
-        )
-        self.releases = releases.Releases(
-            self.api,
-            f"{namespace}/{settings.lease_name}",
-            settings.namespaces,
-            taints_nodes=settings.taint_nodes,
-            wall_clock=wall_clock,
-            plan_clock=clock,
-            times=releases.RegistrationTimes.of(settings.lease_duration),
-            on_change=self.enqueue_all,
-        )
-        self.acting = make_api(transport, may_write=lambda: self.elector.may_act() and self.releases.may_write())
-        self.owner_references = owner_references.OwnerReferenceReconciler(
-            self.acting,
-            self.leading,
-            namespace=namespace,
-            deployment=settings.deployment,
-            owned_objects=(
-                owner_references.OwnedObject(resources.LEASES, settings.lease_name),
-                owner_references.OwnedObject(
-                    resources.CONFIG_MAPS, settings.memory_name, survives_uninstall=settings.keep_memory
-                ),
-            ),
-        )
-        services = filter(None, (settings.coordinator_service, settings.ui_service))
-        self.certificate_keeper = certificate_keeper.CertificateKeeper(
-            coordinator_ports.KubernetesSecret(self.api, namespace, settings.secret_name),
-            tuple(
-                dict.fromkeys(
-                    name for service in services for name in certificates.list_server_names(service, namespace)
-                )
-            ),
-            wall_clock=wall_clock,
-            on_new_bundle=self.enqueue_all,
-        )
+
+        self.elector = self._create_elector(create_api(lease_transport or transport))
+        self.releases = self._create_releases()
+        self.acting = create_api(transport, may_write=lambda: self.elector.may_act() and self.releases.may_write())
+        self.owner_references = self._create_owner_reference_reconciler()
+
+        self.state = state.CoordinatorState(self._plan_clock)
+        self.certificate_keeper = self._create_certificate_keeper()
         self.token_verifier = token_verifier.TokenVerifier(partial(coordinator_ports.read_token_keys, self.api))
-        self.coordinator = server.CoordinatorServer(
-            self.state,
-            authentication.Authenticator(
-                self.token_verifier.verify,
-                coordinator_ports.WorkerPods(
-                    self.caches.pods.store, self.caches.jobs.store, is_current=self.leading.is_set
-                ),
-            ),
-            is_serving=self.serving.is_set,
-            notify=self._notify,
-            until_serving=self._wait_until_serving,
-            on_message=self.metrics.record_message,
-            on_change=self.metrics.record_heartbeat_change,
-            has_failed=self._has_failed,
-        )
+        self.coordinator = self._create_coordinator()
         self.prober = probe.Prober(
             self.state, is_serving=self.leading.is_set, notify=self._notify, find_address=self._find_address
         )
-        exposition = servers.Exposition(self._render_metrics, clock)
+
+        exposition = servers.Exposition(self._render_metrics, self._plan_clock)
         self.health = servers.ProbeServer(
             live=self.find_live_problem,
             ready=self.find_ready_problem,
@@ -169,35 +117,116 @@ class Runtime:
             tls.CertificateFolder(settings.https_certificate) if settings.https_certificate else None
         )
         """The certificate of the HTTPS port, if it is not the coordinator's."""
-        self.job_page_data = job_pages.JobPageData(self.api, self.caches, clock) if settings.ui else None
-        self.readers: servers.EndpointServer | None = None
-        if settings.serves_readers:
-            authorizer = access.Access(
-                coordinator_ports.Reviewer(self.api, resources.TOKEN_REVIEWS).review,
-                coordinator_ports.Reviewer(self.api, resources.ACCESS_REVIEWS).review,
-                wall_clock=clock,
-            )
-            self.readers = servers.EndpointServer(
-                authorizer,
-                exposition if settings.secure_metrics else None,
-                jobs=self.job_page_data,
-                clock=clock,
-                on_answer=self.metrics.record_read,
-            )
-        self.plan_settings = plan_settings(settings, namespace)
+        self.job_page_data = job_pages.JobPageData(self.api, self.caches, self._plan_clock) if settings.ui else None
+        self.readers = self._create_readers(exposition) if settings.serves_readers else None
+
+        self.plan_settings = settings.build_plan_settings(namespace)
         nodes = self.caches.nodes.store if self.caches.nodes is not None else None
         self.discovery = discovery.Discovery(self.api, nodes, on_change=self._apply_discovery)
-        self.fleet = fleet_reconciler.FleetReconciler(
+        self.fleet = self._create_fleet_reconciler()
+        self.reconciler = self._create_reconciler()
+        observe.enqueue_on_change(self.caches, self.queue, self.plan_rate_limiter)
+        self.caches.namespaces.listen(self._enqueue_namespace)
+        self.caches.jobs.store.listen(self._forget_job)
+        self.caches.pods.store.listen(self._forget_pod)
+
+    def _create_elector(self, api: client.Api) -> lease.LeaseElector:
+        settings = self.settings
+        return lease.LeaseElector(
+            api,
+            self._namespace,
+            settings.lease_name,
+            self._identity,
+            wall_clock=self._wall_clock,
+            times=lease.LeaseTimes.of(
+                duration=settings.lease_duration,
+                renew_deadline=settings.lease_renew_deadline,
+                retry=settings.lease_retry,
+            ),
+            owners=lambda: self.owner_references.list_owners(resources.LEASES),
+        )
+
+    def _create_releases(self) -> releases.Releases:
+        return releases.Releases(
+            self.api,
+            f"{self._namespace}/{self.settings.lease_name}",
+            self.settings.namespaces,
+            taints_nodes=self.settings.taint_nodes,
+            wall_clock=self._wall_clock,
+            plan_clock=self._plan_clock,
+            times=releases.RegistrationTimes.of(self.settings.lease_duration),
+            on_change=self.enqueue_all,
+        )
+
+    def _create_owner_reference_reconciler(self) -> owner_references.OwnerReferenceReconciler:
+        settings = self.settings
+        memory = owner_references.OwnedObject(
+            resources.CONFIG_MAPS, settings.memory_name, survives_uninstall=settings.keep_memory
+        )
+        return owner_references.OwnerReferenceReconciler(
+            self.acting,
+            self.leading,
+            namespace=self._namespace,
+            deployment=settings.deployment,
+            owned_objects=(owner_references.OwnedObject(resources.LEASES, settings.lease_name), memory),
+        )
+
+    def _create_certificate_keeper(self) -> certificate_keeper.CertificateKeeper:
+        services = filter(None, (self.settings.coordinator_service, self.settings.ui_service))
+        server_names = (
+            name for service in services for name in certificates.list_server_names(service, self._namespace)
+        )
+        return certificate_keeper.CertificateKeeper(
+            coordinator_ports.KubernetesSecret(self.api, self._namespace, self.settings.secret_name),
+            tuple(dict.fromkeys(server_names)),
+            wall_clock=self._wall_clock,
+            on_new_bundle=self.enqueue_all,
+        )
+
+    def _create_coordinator(self) -> server.CoordinatorServer:
+        worker_pods = coordinator_ports.WorkerPods(
+            self.caches.pods.store, self.caches.jobs.store, is_current=self.leading.is_set
+        )
+        return server.CoordinatorServer(
+            self.state,
+            authentication.Authenticator(self.token_verifier.verify, worker_pods),
+            is_serving=self.serving.is_set,
+            notify=self._notify,
+            until_serving=self._wait_until_serving,
+            on_message=self.metrics.record_message,
+            on_change=self.metrics.record_heartbeat_change,
+            has_failed=self._has_failed,
+        )
+
+    def _create_readers(self, exposition: servers.Exposition) -> servers.EndpointServer:
+        authorizer = access.Access(
+            coordinator_ports.Reviewer(self.api, resources.TOKEN_REVIEWS).review,
+            coordinator_ports.Reviewer(self.api, resources.ACCESS_REVIEWS).review,
+            wall_clock=self._plan_clock,
+        )
+        return servers.EndpointServer(
+            authorizer,
+            exposition if self.settings.secure_metrics else None,
+            jobs=self.job_page_data,
+            clock=self._plan_clock,
+            on_answer=self.metrics.record_read,
+        )
+
+    def _create_fleet_reconciler(self) -> fleet_reconciler.FleetReconciler:
+        return fleet_reconciler.FleetReconciler(
             self.acting,
             self.caches,
             self.leading,
-            namespace=namespace,
-            name=settings.memory_name,
+            namespace=self._namespace,
+            name=self.settings.memory_name,
             may_taint=self.releases.may_taint,
-            wall_clock=clock,
+            wall_clock=self._plan_clock,
             on_change=self.enqueue_all,
             owners=lambda: self.owner_references.list_owners(resources.CONFIG_MAPS),
         )
+
+    def _create_reconciler(self) -> reconciler.Reconciler:
+        clock = self._plan_clock
         backoff, outcomes = creation_backoff.CreationBackoff(clock), write_outcomes.WriteOutcomes(clock)
         warnings = pod_warnings.PodWarnings(self.api, self.caches.pods, clock)
         owners = owner_check.OwnerCheck(self.acting, self.recorder, backoff)
@@ -216,22 +245,15 @@ class Runtime:
             gangs=waiting_gangs.WaitingGangs(self.caches.jobs, self.caches.pods, wake=self.plan_rate_limiter.put),
             served_since=lambda: self.releases.changed_at,
         )
-        self.reconciler = reconciler.Reconciler(
+        action_executor = executor.Executor(
+            self.acting, self.caches, self.recorder, self.state, backoff, outcomes, statuses, owners, clock
+        )
+        return reconciler.Reconciler(
             queue=self.queue,
             caches=self.caches,
             observer=observer,
             plan=self._plan,
-            executor=executor.Executor(
-                self.acting,
-                self.caches,
-                self.recorder,
-                self.state,
-                backoff,
-                outcomes,
-                statuses,
-                owners,
-                clock,
-            ),
+            executor=action_executor,
             statuses=statuses,
             recorder=self.recorder,
             on_reconciled=self.metrics.record_reconcile,
@@ -241,10 +263,6 @@ class Runtime:
             release=self.releases.release,
             find_server=self.releases.find_server,
         )
-        observe.enqueue_on_change(self.caches, self.queue, self.plan_rate_limiter)
-        self.caches.namespaces.listen(self._enqueue_namespace)
-        self.caches.jobs.store.listen(self._forget_job)
-        self.caches.pods.store.listen(self._forget_pod)
 
     async def hold(self) -> None:
         """Hold the Lease and the registration of this release. Raises LeaseLostError, in an exception group."""
@@ -418,21 +436,3 @@ class Runtime:
         if self.caches.nodes is not None:
             self.metrics.set_nodes(entry.view for entry in self.caches.nodes.store.snapshot().values())
         return self.metrics.render()
-
-
-def plan_settings(settings: Settings, namespace: str) -> PlanSettings:
-    """Return the part of the settings that plans depend on."""
-    address = f"{settings.coordinator_service}.{namespace}.svc:{settings.coordinator_port}"
-    return PlanSettings(
-        image=settings.trainer_image,
-        agent_image=settings.agent_image,
-        coordinator=settings.coordinator_address or address,
-        status_interval_seconds=settings.status_interval,
-        image_pull_policy=settings.image_pull_policy,
-        image_pull_secrets=tuple(name for name in settings.image_pull_secrets.split(",") if name),
-        worker_user=settings.worker_user,
-        worker_template=settings.template,
-        extra_priority_class=settings.extra_priority_class,
-        worker_ingress=settings.build_worker_ingress(namespace),
-        worker_log_format=LogFormat(settings.worker_log_format),
-    )

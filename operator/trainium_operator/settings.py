@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from trainium_contract.spec.pod_template import describe_shape_error
+from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.worker_env import COORDINATOR_PORT
 from trainium_operator.command_line import HELP_OPTIONS, PROGRAM, fail, run_command
-from trainium_operator.plan.model.observed import WorkerIngress
+from trainium_operator.plan.model.observed import PlanSettings, WorkerIngress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -160,6 +161,23 @@ class Settings:
         labels = _parse_labels(self.operator_labels)
         return WorkerIngress(
             operator_namespace=namespace, operator_labels=labels, rules=_parse_ingress_rules(self.job_ingress)
+        )
+
+    def build_plan_settings(self, namespace: str) -> PlanSettings:
+        """Return what plans need of the settings, for an operator in this namespace."""
+        address = f"{self.coordinator_service}.{namespace}.svc:{self.coordinator_port}"
+        return PlanSettings(
+            image=self.trainer_image,
+            agent_image=self.agent_image,
+            coordinator=self.coordinator_address or address,
+            status_interval_seconds=self.status_interval,
+            image_pull_policy=self.image_pull_policy,
+            image_pull_secrets=tuple(name for name in self.image_pull_secrets.split(",") if name),
+            worker_user=self.worker_user,
+            worker_template=self.template,
+            extra_priority_class=self.extra_priority_class,
+            worker_ingress=self.build_worker_ingress(namespace),
+            worker_log_format=LogFormat(self.worker_log_format),
         )
 
     @property

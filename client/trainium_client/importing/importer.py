@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_client.importing.convert import ImportedJob, convert
 from trainium_client.importing.documents import parse_documents
-from trainium_client.importing.kubernetes_jobs import FORMS, RUNTIMES, read_kubernetes_job
+from trainium_client.importing.kubeflow_jobs import RUNTIMES
+from trainium_client.importing.kubernetes_jobs import FORMS, read_kubernetes_job
 from trainium_client.importing.sbatch import is_script, read_script_file
 from trainium_contract.api_server.errors import ClientError
 

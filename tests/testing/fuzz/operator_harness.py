@@ -40,7 +40,6 @@ from trainium_operator.plan.model.actions import (
 )
 from trainium_operator.plan.model.observed import GangApi, JobView, Observed
 from trainium_operator.plan.plan import plan
-from trainium_operator.runtime import plan_settings
 from trainium_operator.settings import Settings
 
 Json = dict[str, Any]
@@ -213,7 +212,7 @@ class OperatorHarness:
     def plan_jobs(self) -> list[tuple[JobView, Plan]]:
         """Return the plan of each job. Raises InvariantError for a plan that cannot be executed."""
         settings = replace(
-            plan_settings(SETTINGS, OPERATOR_NAMESPACE),
+            SETTINGS.build_plan_settings(OPERATOR_NAMESPACE),
             gang_apis=_GANGS.get(self._gang, {}),
             cluster="cluster-uid",
             topology_layers=frozenset({"topology.kubernetes.io/zone"}),

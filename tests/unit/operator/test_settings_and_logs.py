@@ -10,7 +10,6 @@ from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.coordinator import server
 from trainium_operator.http import listener
 from trainium_operator.logs import LIMITED_LOGGERS, MAX_LINES, LineLimitFilter, configure_logs
-from trainium_operator.runtime import plan_settings
 from trainium_operator.settings import Settings, parse_settings, process_identity
 
 
@@ -171,13 +170,13 @@ def test_an_invalid_worker_template_is_refused_with_a_sentence(given: str, capsy
 def test_a_worker_template_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINIUM_OPERATOR_WORKER_TEMPLATE", '{"spec": {"priority": 3}}')
     settings = parse_settings([])
-    assert plan_settings(settings, "ops").worker_template == {"spec": {"priority": 3}}
+    assert settings.build_plan_settings("ops").worker_template == {"spec": {"priority": 3}}
 
 
 def test_the_log_format_of_workers_defaults_to_text() -> None:
-    assert plan_settings(parse_settings([]), "ops").worker_log_format is LogFormat.TEXT
+    assert parse_settings([]).build_plan_settings("ops").worker_log_format is LogFormat.TEXT
     asked = parse_settings(["--worker-log-format=json"])
-    assert plan_settings(asked, "ops").worker_log_format is LogFormat.JSON
+    assert asked.build_plan_settings("ops").worker_log_format is LogFormat.JSON
 
 
 def test_log_lines_caused_by_clients_are_rate_limited_and_counted() -> None:

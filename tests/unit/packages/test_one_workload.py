@@ -33,7 +33,7 @@ def find_tested(node: ast.AST) -> Iterator[ast.expr]:
             yield from values
         case ast.If(test=test) | ast.IfExp(test=test) | ast.UnaryOp(op=ast.Not(), operand=test):
             yield test
-        case ast.Call(func=ast.Name(id="mapping"), args=[_, ast.Constant(value="program")]):
+        case ast.Call(func=ast.Name(id="read_mapping"), args=[_, ast.Constant(value="program")]):
             yield ast.copy_location(ast.Attribute(node, "program"), node)
 
 

@@ -18,7 +18,7 @@ from trainium_operator import handlers
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
 from trainium_operator.endpoints.servers import Exposition, ProbeServer
 from trainium_operator.plan.model.names import JobId
-from trainium_operator.runtime import WATCH_STALE_SECONDS, plan_settings
+from trainium_operator.runtime import WATCH_STALE_SECONDS
 from trainium_operator.settings import Settings
 
 
@@ -295,7 +295,7 @@ async def test_metrics_have_phases_and_recoveries_without_job_labels() -> None:
 
 
 def test_the_coordinator_address_defaults_to_its_service() -> None:
-    assert plan_settings(Settings(), "system").coordinator == "trainium-operator-coordinator.system.svc:8443"
+    assert Settings().build_plan_settings("system").coordinator == "trainium-operator-coordinator.system.svc:8443"
     outside = Settings(coordinator_address="127.0.0.1:9", image_pull_secrets="a,b")
-    assert plan_settings(outside, "system").coordinator == "127.0.0.1:9"
-    assert plan_settings(outside, "system").image_pull_secrets == ("a", "b")
+    assert outside.build_plan_settings("system").coordinator == "127.0.0.1:9"
+    assert outside.build_plan_settings("system").image_pull_secrets == ("a", "b")
