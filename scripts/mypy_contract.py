@@ -2,8 +2,8 @@
 
 - `model.replaced(field=value, ...)` takes only fields of the model, with their types, as mypy checks
   `dataclasses.replace`.
-- `reader.text("field")` of a `StatusReader[Model]` takes only wire names of the model's fields; `reader.part("field")`
-  and `reader.parts("field")` return readers of the field's model.
+- `reader.read_text("field")` of a `StatusReader[Model]` takes only wire names of the model's fields;
+  `reader.read_part("field")` and `reader.read_parts("field")` return readers of the field's model.
 
 Without the plugin, mypy skips these checks. It is enabled in `[tool.mypy]`.
 """
@@ -40,21 +40,23 @@ class ContractPlugin(Plugin):
 
     def get_method_hook(self, fullname: str) -> Callable[[MethodContext], Type] | None:
         """Return the hook of the methods that return a status reader."""
-        return _reader_return_type if fullname in {_READER_PREFIX + "part", _READER_PREFIX + "parts"} else None
+        return (
+            _reader_return_type if fullname in {_READER_PREFIX + "read_part", _READER_PREFIX + "read_parts"} else None
+        )
 
 
 def _replaced_signature(context: MethodSigContext) -> FunctionLike:
     model = get_proper_type(context.type)
     if not isinstance(model, Instance) or not any(base.fullname == _BASE_MODEL for base in model.type.mro):
         return context.default_signature
-    fields = _fields(model.type)
+    fields = _list_model_fields(model.type)
     return context.default_signature.copy_modified(
         arg_types=list(fields.values()), arg_kinds=[ARG_NAMED_OPT] * len(fields), arg_names=list(fields)
     )
 
 
 def _reader_signature(context: MethodSigContext) -> FunctionLike:
-    signature, fields = context.default_signature, _wire_fields(context.type)
+    signature, fields = context.default_signature, _list_wire_fields(context.type)
     if not fields or _FIELD_ARGUMENT not in signature.arg_names:
         return signature
     string = context.api.named_generic_type("builtins.str", [])
@@ -73,7 +75,7 @@ def _reader_return_type(context: MethodContext) -> Type:
         field = field.last_known_value
     if not isinstance(field, LiteralType) or not isinstance(default, Instance):
         return context.default_return_type
-    model = _nested_model(_wire_fields(context.type).get(str(field.value)))
+    model = _nested_model(_list_wire_fields(context.type).get(str(field.value)))
     if model is None:
         return context.default_return_type
     if default.type.fullname + "." == _READER_PREFIX:
@@ -95,15 +97,15 @@ def _nested_model(field: Type | None) -> Instance | None:
     return kind if isinstance(kind, Instance) and _is_model(kind.type) else None
 
 
-def _wire_fields(reader: Type) -> dict[str, Type]:
+def _list_wire_fields(reader: Type) -> dict[str, Type]:
     """Return the types of all fields of a reader's model by wire name; empty if the model is unknown."""
     kind = get_proper_type(reader)
     model = get_proper_type(kind.args[0]) if isinstance(kind, Instance) and kind.args else None
-    fields = _fields(model.type) if isinstance(model, Instance) else {}
+    fields = _list_model_fields(model.type) if isinstance(model, Instance) else {}
     return {to_camel(name): field for name, field in fields.items()}
 
 
-def _fields(model: TypeInfo) -> dict[str, Type]:
+def _list_model_fields(model: TypeInfo) -> dict[str, Type]:
     """Return the types of the fields by name, those of the bases first."""
     return {
         name: symbol.node.type

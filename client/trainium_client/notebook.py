@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     from trainium_contract.views.job_view import JobView
 
 _RULES = (
-    "dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1.2rem;margin:.4rem 0}", "dt{font-weight:600}",
+    "dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1.2rem;margin:.4rem 0}",
+    "dt{font-weight:600}",
     "dd{margin:0;overflow-wrap:anywhere}",
     ".bad{border-left:4px solid #c2453d;padding:.3rem .8rem;white-space:pre-wrap}",
-    ".plot{max-width:60rem;padding:0 1rem 0 3.6rem}", ".fluid{overflow:visible}",
+    ".plot{max-width:60rem;padding:0 1rem 0 3.6rem}",
+    ".fluid{overflow:visible}",
     "svg text{font-size:12px;fill:#8a949e}",
-    ".grid{stroke:#8a949e;opacity:.35}", ".curve{fill:none;stroke:#3f77c4;stroke-width:1.6;stroke-linecap:round}",
-    ".spread{fill:#3f77c4;opacity:.18}", ".validation{fill:#d08a1d}",
-)  # fmt: skip
+    ".grid{stroke:#8a949e;opacity:.35}",
+    ".curve{fill:none;stroke:#3f77c4;stroke-width:1.6;stroke-linecap:round}",
+    ".spread{fill:#3f77c4;opacity:.18}",
+    ".validation{fill:#d08a1d}",
+)
 _STYLE = "".join(f".trn-job {rule}" for rule in _RULES)
 """Scoped to this element, because a notebook has many."""
 

@@ -27,8 +27,11 @@ def list_candidates(words: list[str], list_jobs: Callable[[list[str]], list[str]
     options = [param for command in commands.values() for param in command.params if param.param_type_name == "option"]
     value_flags = {flag for option in options if not option.is_flag for flag in option.opts}
     *before, prefix = words or [""]
-    arguments = [word for index, word in enumerate(before)
-             if not word.startswith("-") and not (index and before[index - 1] in value_flags)]  # fmt: skip
+    arguments = [
+        word
+        for index, word in enumerate(before)
+        if not word.startswith("-") and not (index and before[index - 1] in value_flags)
+    ]
     if before and before[-1] in {"-o", "--output"}:
         completions = ["text", "json"]
     elif not arguments:

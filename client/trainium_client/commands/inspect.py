@@ -63,8 +63,11 @@ def ranks(
     limit = None if all_ranks else _RANKS_SHOWN
     session.print_result(rows, lambda value, _now, width: render.tables.render_ranks(value, width, limit=limit))
     if not queries_steps and steps is None and session.output is Format.TEXT:
-        notify("the job has ended, so no worker was asked for its step" if ended
-            else f"{len(members.rows)} workers were not asked for their steps; --steps asks them")  # fmt: skip
+        notify(
+            "the job has ended, so no worker was asked for its step"
+            if ended
+            else f"{len(members.rows)} workers were not asked for their steps; --steps asks them"
+        )
 
 
 def stacks(

@@ -103,8 +103,10 @@ def profile(
     try:
         path.write_bytes(merge_traces(traces))
     except OSError as error:
-        raise ClientError(f"cannot write {path}: {error.strerror or error}; the traces are in "
-                          f"{', '.join(recorded_rank.stored for recorded_rank in recorded)}") from error  # fmt: skip
+        raise ClientError(
+            f"cannot write {path}: {error.strerror or error}; the traces are in "
+            f"{', '.join(recorded_rank.stored for recorded_rank in recorded)}"
+        ) from error
 
     def page(value: Sequence[RecordedRank], _now: float, _width: int) -> Any:
         from rich.text import Text  # noqa: PLC0415 - each form loads what it needs
@@ -112,8 +114,10 @@ def profile(
         return Text("\n".join(format_summaries([recorded_rank.summary for recorded_rank in value])))
 
     session.print_result(recorded, page)
-    notify(f"{path} opens in https://ui.perfetto.dev; in the job's storage: "
-           f"{', '.join(recorded_rank.stored for recorded_rank in recorded)}")  # fmt: skip
+    notify(
+        f"{path} opens in https://ui.perfetto.dev; in the job's storage: "
+        f"{', '.join(recorded_rank.stored for recorded_rank in recorded)}"
+    )
 
 
 def _parse_ranks(text: str, members: Members, name: str) -> set[int]:

@@ -42,22 +42,21 @@ def render_interruption(report: InterruptionReport) -> RenderableType:
     if end.startswith("after") and entry.step_before is None and entry.resume_step is None:
         end += ", when its processes ran again: no step is known"
     joined = [f"{pluralize(entry.pods_replaced, 'pod')} joined"] if entry.pods_replaced else []
-    return stack_items(
-        Text(_format_title(report), "bold"),
-        label_grid([
-            ("When", f"{format_utc(entry.at)} UTC" + (f", detected {format_duration(entry.detected_seconds)} later"
-                                                   if entry.detected_seconds is not None else "")),
-            ("Worker", _format_worker(entry)),
-            ("Cause", entry.cause),
-            ("Seen", _format_evidence(report, entry)),
-            ("Response", ", ".join([entry.answer, *joined])),
-            ("Recovered", "" if entry.stopped else end),
-            ("Seconds", stages),
-            ("Steps", steps),
-        ]),
-        *_log_section(report),
-        *_render_advice(report),
-    )  # fmt: skip
+    detected = ""
+    if entry.detected_seconds is not None:
+        detected = f", detected {format_duration(entry.detected_seconds)} later"
+    facts = [
+        ("When", f"{format_utc(entry.at)} UTC{detected}"),
+        ("Worker", _format_worker(entry)),
+        ("Cause", entry.cause),
+        ("Seen", _format_evidence(report, entry)),
+        ("Response", ", ".join([entry.answer, *joined])),
+        ("Recovered", "" if entry.stopped else end),
+        ("Seconds", stages),
+        ("Steps", steps),
+    ]
+    title = Text(_format_title(report), "bold")
+    return stack_items(title, label_grid(facts), *_log_section(report), *_render_advice(report))
 
 
 def _format_title(report: InterruptionReport) -> str:

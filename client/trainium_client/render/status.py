@@ -127,16 +127,12 @@ def _format_interruption(entry: InterruptionView, now: float) -> str:
 def _render_events(events: tuple[EventView, ...], now: float, width: int) -> list[RenderableType]:
     if not events:
         return []
-    columns = (Column("AGE", 6, right=True), Column("REASON", 8), Column("MESSAGE", 9, fold=True))
-    rows = [
-        (
-            format_duration(max(0.0, now - event.at)),
-            Text(event.reason, "yellow" if event.warning else ""),
-            _format_message(event),
-        )
-        for event in events
+    columns: list[Column[EventView]] = [
+        Column("AGE", lambda event: format_duration(max(0.0, now - event.at)), 6, right=True),
+        Column("REASON", lambda event: Text(event.reason, "yellow" if event.warning else ""), 8),
+        Column("MESSAGE", _format_message, 9, fold=True),
     ]
-    return [render_heading("What happened last"), render_table(columns, rows, width)]
+    return [render_heading("What happened last"), render_table(columns, events, width)]
 
 
 def _format_message(event: EventView) -> str:

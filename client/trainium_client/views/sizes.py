@@ -73,7 +73,7 @@ def list_scaling_rows(job: Mapping[str, Any]) -> tuple[ScalingRow, ...]:
     for account in sorted(
         status.read_part("goodput").read_parts("sizes"), key=lambda account: account.read_integer("size")
     ):
-        nodes, seconds = account.read_integer("size"), account.number("stepSeconds")
+        nodes, seconds = account.read_integer("size"), account.read_number("stepSeconds")
         if not seconds or nodes < 1:
             continue
         speed = shape.batch(nodes) / seconds if shape.global_batch_size else None
@@ -117,7 +117,7 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
     useful = shape.useful_sizes(min_nodes, max_nodes)
     current_size = status.read_part("membership").read_integer("size")
     measured = {
-        account.read_integer("size"): account.number("stepSeconds")
+        account.read_integer("size"): account.read_number("stepSeconds")
         for account in status.read_part("goodput").read_parts("sizes")
     }
     compiled = {*status.read_part("compiled").read_integers("sizes"), *spec.sizes_to_compile()}

@@ -21,9 +21,17 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 """Values of `layer_types`."""
 BIASES: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False}
 _SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "rope_theta", "max_positions", "norm_eps",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "max_positions",
+    "norm_eps",
+)
 _TIED = "tied"
 
 

@@ -62,8 +62,10 @@ _MAX_MESSAGE_CHARACTERS = 240
 _TIME_STEPS = 200
 """Number of steps into which `_time_range` divides a job's time to round its end."""
 _SMALL_CHARTS = (
-    ("Learning rate", "learning_rate"), ("Gradient norm", "grad_norm"), ("Tokens per second", "tokens_per_second"),
-)  # fmt: skip
+    ("Learning rate", "learning_rate"),
+    ("Gradient norm", "grad_norm"),
+    ("Tokens per second", "tokens_per_second"),
+)
 """Figures of the steps beside the loss, and their fields in a `CurvePoint`."""
 _SMALL_HEIGHT = 140
 _SPARE, _MEMBER = 3, 7
@@ -121,7 +123,7 @@ def _format_title(view: JobView) -> str:
 
 def _render_sections(report: JobReport, now: float) -> str:
     view = report.view
-    return "".join([
+    sections = (
         render_section("job", f"<h1>{escape(_format_title(view))}</h1><p class=soft>{escape(view.model)}</p>"),
         render_section("as-of", f"<p class=soft>as of {format_utc(now)} UTC</p>"),
         render_section("advice", render_advice(view)),
@@ -136,7 +138,8 @@ def _render_sections(report: JobReport, now: float) -> str:
         render_section("results", _render_results(view)),
         render_section("events", _render_events(view)),
         render_section("notes", _render_notes(report)),
-    ])  # fmt: skip
+    )
+    return "".join(sections)
 
 
 def render_advice(view: JobView) -> str:
@@ -153,8 +156,11 @@ def render_facts(view: JobView) -> str:
 
 
 def _render_curve(report: JobReport) -> str:
-    marks = [(entry.step_before, f"{entry.cause} -> {entry.response}, after step {entry.step_before}")
-             for entry in report.entries if entry.step_before is not None]  # fmt: skip
+    marks = [
+        (entry.step_before, f"{entry.cause} -> {entry.response}, after step {entry.step_before}")
+        for entry in report.entries
+        if entry.step_before is not None
+    ]
     legend = ["by step"]
     legend += ["dashed: interruptions"] if marks else []
     legend += ["dots: validation"] if any(point.validation is not None for point in report.curve) else []
@@ -205,12 +211,18 @@ def _render_history(report: JobReport, now: float) -> str:
             colour = 1 + list({**spans, entry.cause: ()}).index(entry.cause) % (len(COLOURS) - 1)
             spans.setdefault(entry.cause, []).append(Span(entry.at, until, colour, title))
     rows = [
-        (format_utc(entry.at), entry.cause, entry.response, entry.pod, entry.node,
-         "-" if entry.stopped else "open" if entry.open else format_duration(entry.recovered_seconds),
-         "-" if entry.steps_lost is None else str(entry.steps_lost),
-         shorten(drop_noise(entry.message), _MAX_MESSAGE_CHARACTERS))
+        (
+            format_utc(entry.at),
+            entry.cause,
+            entry.response,
+            entry.pod,
+            entry.node,
+            "-" if entry.stopped else "open" if entry.open else format_duration(entry.recovered_seconds),
+            "-" if entry.steps_lost is None else str(entry.steps_lost),
+            shorten(drop_noise(entry.message), _MAX_MESSAGE_CHARACTERS),
+        )
         for entry in report.entries
-    ]  # fmt: skip
+    ]
     head = ("Time (UTC)", "Cause", "Response", "Worker", "Node", "Took", "Steps lost", "Seen")
     times = [time for row in spans.values() for span in row for time in (span.since, span.until)] or [now]
     margin = max(30.0, (max(times) - min(times)) * 0.05)
@@ -299,8 +311,11 @@ def _count_by_role(view: JobView) -> str:
     if view.workers is None:
         return ""
     parts = [("members", view.workers.members), ("others", view.workers.others)]
-    return "; ".join(f"{name}: {', '.join(f'{number} {state}' for state, number in counts.items())}"
-                     for name, counts in parts if counts)  # fmt: skip
+    return "; ".join(
+        f"{name}: {', '.join(f'{number} {state}' for state, number in counts.items())}"
+        for name, counts in parts
+        if counts
+    )
 
 
 def _render_checkpoints(report: JobReport) -> str:

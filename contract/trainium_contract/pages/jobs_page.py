@@ -55,7 +55,7 @@ def build_job_row(job: Mapping[str, Any]) -> JobRow:
         phase=status.read_text("phase"),
         step=progress.read_integer("step"),
         total_steps=progress.read_integer("totalSteps"),
-        loss=progress.number("loss"),
+        loss=progress.read_number("loss"),
         training=status.read_integer("readyReplicas"),
         desired=status.read_integer("desired"),
         goodput=build_goodput_view(status, 0.0).ratio,
@@ -73,21 +73,28 @@ def render_live_jobs(rows: Sequence[JobRow], now: float, *, where: str, root: st
     ordered = sort_rows(rows)
     head = ("Namespace", "Job", "Phase", "Step", "Loss", "Nodes", "Goodput", "Interrupted", "")
     cells = [
-        (job.namespace, Link(job.name, f"{root}/{job.namespace}/{job.name}"), job.phase or "no status yet",
-         job.progress, format_number(job.loss),
-         f"{job.training} of {job.desired}", format_percent(job.goodput), str(job.restarts), job.note)
+        (
+            job.namespace,
+            Link(job.name, f"{root}/{job.namespace}/{job.name}"),
+            job.phase or "no status yet",
+            job.progress,
+            format_number(job.loss),
+            f"{job.training} of {job.desired}",
+            format_percent(job.goodput),
+            str(job.restarts),
+            job.note,
+        )
         for job in ordered[:MAX_JOBS]
-    ]  # fmt: skip
+    ]
     left = len(ordered) - len(cells)
     title = f"TrainingJobs in {where}"
-    body = "".join([
-        "<p class=bad id=quiet hidden></p><main>",
+    sections = (
         render_section("title", f"<h1>{escape(title)}</h1>"),
         render_section("as-of", f"<p class=soft>as of {format_utc(now)} UTC</p>"),
         render_section("jobs", render_table(head, cells) if cells else "<p>There are none.</p>"),
         render_section("left", f"<p class=soft>… and {left} more: look at one namespace.</p>" if left else ""),
-        "</main>",
-    ])  # fmt: skip
+    )
+    body = f"<p class=bad id=quiet hidden></p><main>{''.join(sections)}</main>"
     return render_document(title, body, script=LIVE_SCRIPT)
 
 

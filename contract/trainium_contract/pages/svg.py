@@ -128,9 +128,10 @@ def draw_line_chart(
     ]
     parts += [
         f'<line x1="{x}%" y1="{_TOP}" x2="{x}%" y2="{bottom}" class="mark">{_render_title(title)}</line>'
-        for x, title in ((x_scale.project(step), title) for step, title in marks
-                         if points[0][0] <= step <= points[-1][0])
-    ]  # fmt: skip
+        for x, title in (
+            (x_scale.project(step), title) for step, title in marks if points[0][0] <= step <= points[-1][0]
+        )
+    ]
     return f'<div class="plot">{_render_svg(height, parts, f"{label} by step")}</div>'
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.views.raw import number, read_integer, read_mapping, read_text
+from trainium_contract.views.raw import read_integer, read_mapping, read_number, read_text
 from trainium_contract.views.workload import read_workload
 from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT
 
@@ -67,8 +67,8 @@ def _read_row(raw: dict[str, object]) -> CheckpointRow:
         state=read_text(raw, "state"),
         step=read_integer(raw, "step", -1),
         bytes=read_integer(raw, "size"),
-        tokens=None if number(raw, "tokens") is None else read_integer(raw, "tokens"),
+        tokens=None if read_number(raw, "tokens") is None else read_integer(raw, "tokens"),
         world=read_text(raw, "world"),
-        created=number(raw, "created"),
+        created=read_number(raw, "created"),
         problem=read_text(raw, "problem"),
     )

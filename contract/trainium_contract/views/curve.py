@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from trainium_contract.views.raw import number, read_integer
+from trainium_contract.views.raw import read_integer, read_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -45,13 +45,13 @@ def read_curve(lines: Iterable[str], max_points: int = MAX_POINTS) -> tuple[Curv
             record = json.loads(line)
         except ValueError:
             continue
-        loss, step = number(record, "loss"), read_integer(record, "step", -1)
+        loss, step = read_number(record, "loss"), read_integer(record, "step", -1)
         if loss is None or step < 0:
             continue
         while points and points[-1].step >= step:  # a run that resumes computes its last steps again
             points.pop()
         names = ("validationLoss", "tokensPerSecond", "learningRate", "gradNorm")
-        points.append(CurvePoint(step, loss, loss, loss, *(number(record, name) for name in names)))
+        points.append(CurvePoint(step, loss, loss, loss, *(read_number(record, name) for name in names)))
     return _downsample(points, max_points)
 
 

@@ -65,20 +65,20 @@ class GoodputView:
 def build_goodput_view(status: StatusReader[PublicStatus], now: float) -> GoodputView:
     """Return the ledger of a status."""
     part = status.read_part("goodput")
-    wall, until = part.number("wallSeconds") or 0.0, part.number("accountedUntil")
+    wall, until = part.read_number("wallSeconds") or 0.0, part.read_number("accountedUntil")
     lost = part.read_numbers("lostSeconds")
     return GoodputView(
-        ratio=part.number("ratio") if wall else None,
-        uptime_ratio=part.number("uptimeRatio") if wall else None,
-        fleet_ratio=part.number("fleetRatio") if wall else None,
-        productive_seconds=part.number("productiveSeconds") or 0.0,
+        ratio=part.read_number("ratio") if wall else None,
+        uptime_ratio=part.read_number("uptimeRatio") if wall else None,
+        fleet_ratio=part.read_number("fleetRatio") if wall else None,
+        productive_seconds=part.read_number("productiveSeconds") or 0.0,
         wall_seconds=wall,
-        node_seconds=part.number("nodeSeconds") or 0.0,
+        node_seconds=part.read_number("nodeSeconds") or 0.0,
         lost_seconds=dict(sorted(lost.items(), key=lambda item: -item[1])),
         lost_by_stage=part.read_numbers("lostByStage"),
         stage_seconds=part.read_numbers("stageSeconds"),
         sizes=tuple(
-            SizeView(account.read_integer("size"), account.read_integer("steps"), account.number("stepSeconds"))
+            SizeView(account.read_integer("size"), account.read_integer("steps"), account.read_number("stepSeconds"))
             for account in part.read_parts("sizes")
         ),
         counted_seconds_ago=None if until is None else max(0.0, now - until),

@@ -93,7 +93,7 @@ def _rank(entry: StatusReader[Interruption]) -> int | None:
 
 
 def _read_entry(entry: StatusReader[Interruption]) -> InterruptionView:
-    detected, failed = parse_rfc3339(entry.read_text("time")), entry.number("failedAt")
+    detected, failed = parse_rfc3339(entry.read_text("time")), entry.read_number("failedAt")
     before, stages = entry.read_integer("stepBefore", -1), entry.read_numbers("stages")
     return InterruptionView(
         time=entry.read_text("time"),
@@ -106,11 +106,11 @@ def _read_entry(entry: StatusReader[Interruption]) -> InterruptionView:
         message=entry.read_text("message"),
         generation=entry.read_integer("generation"),
         attempt=entry.read_integer("attempt"),
-        detected_seconds=entry.number("detectedSeconds"),
-        recovered_seconds=entry.number("recoveredSeconds"),
+        detected_seconds=entry.read_number("detectedSeconds"),
+        recovered_seconds=entry.read_number("recoveredSeconds"),
         step_before=None if before < 0 else before,
-        resume_step=None if entry.number("resumeStep") is None else entry.read_integer("resumeStep"),
-        steps_lost=None if entry.number("stepsLost") is None else entry.read_integer("stepsLost"),
+        resume_step=None if entry.read_number("resumeStep") is None else entry.read_integer("resumeStep"),
+        steps_lost=None if entry.read_number("stepsLost") is None else entry.read_integer("stepsLost"),
         pods_replaced=entry.read_integer("podsReplaced"),
         stages={name: stages[name] for name in STAGES if name in stages},
         rank=_rank(entry),

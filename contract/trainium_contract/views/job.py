@@ -63,7 +63,7 @@ def build_job_view(
         managed_by=_describe_manager(spec),
         phase=status.read_text("phase"),
         stage=status.read_text("stage"),
-        stage_share=status.number("stageProgress"),
+        stage_share=status.read_number("stageProgress"),
         age_seconds=_compute_seconds_since(read_text(metadata, "creationTimestamp"), now),
         started_at=parse_rfc3339(status.read_text("startTime")),
         ended_at=parse_rfc3339(status.read_text("completionTime")),
@@ -74,12 +74,12 @@ def build_job_view(
         share=min(1.0, step / total) if total > 0 else None,
         eta_seconds=_estimate_remaining_seconds(status, goodput, total - step),
         step_seconds=_step_seconds(status),
-        loss=progress.number("loss"),
-        reward_accuracy=progress.number("rewardAccuracy"),
-        tokens_per_second=progress.number("tokensPerSecond"),
-        learning_rate=progress.number("learningRate"),
-        grad_norm=progress.number("gradNorm"),
-        samples_per_second=progress.number("samplesPerSecond"),
+        loss=progress.read_number("loss"),
+        reward_accuracy=progress.read_number("rewardAccuracy"),
+        tokens_per_second=progress.read_number("tokensPerSecond"),
+        learning_rate=progress.read_number("learningRate"),
+        grad_norm=progress.read_number("gradNorm"),
+        samples_per_second=progress.read_number("samplesPerSecond"),
         size=status.read_integer("replicas"),
         training=status.read_integer("readyReplicas"),
         requested=read_integer(read_mapping(spec, "workers"), "replicas", 1),
@@ -171,7 +171,10 @@ def _read_artifact(report: StatusReader[ArtifactReport]) -> ArtifactView:
 
 def _read_figure(measure: StatusReader[EvaluationFigure]) -> FigureView:
     return FigureView(
-        measure.read_text("name"), measure.number("before"), measure.number("after"), measure.number("standardError")
+        measure.read_text("name"),
+        measure.read_number("before"),
+        measure.read_number("after"),
+        measure.read_number("standardError"),
     )
 
 
@@ -224,7 +227,7 @@ def _step_seconds(status: StatusReader[PublicStatus]) -> float | None:
     accounts = [
         account for account in status.read_part("goodput").read_parts("sizes") if account.read_integer("size") == size
     ]
-    return accounts[-1].number("stepSeconds") if accounts else None
+    return accounts[-1].read_number("stepSeconds") if accounts else None
 
 
 def _estimate_remaining_seconds(status: StatusReader[PublicStatus], goodput: GoodputView, left: int) -> float | None:
@@ -247,5 +250,5 @@ def _find_status_time(metadata: Mapping[str, Any], status: StatusReader[PublicSt
         if entry.get("subresource") == "status"
     ]
     known = [stamp for stamp in stamps if stamp is not None]
-    accounted = status.read_part("goodput").number("accountedUntil")
+    accounted = status.read_part("goodput").read_number("accountedUntil")
     return max([*known, *([accounted] if accounted is not None else [])], default=None)

@@ -28,7 +28,7 @@ def read_text(source: Any, key: str) -> str:
     return strip_control_characters(value) if isinstance(value, str) else ""
 
 
-def number(source: Any, key: str) -> float | None:
+def read_number(source: Any, key: str) -> float | None:
     """Return a finite number; None when there is none."""
     value = source.get(key) if isinstance(source, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -42,7 +42,7 @@ def number(source: Any, key: str) -> float | None:
 
 def read_integer(source: Any, key: str, default: int = 0) -> int:
     """Return an integer; `default` if there is none."""
-    value = number(source, key)
+    value = read_number(source, key)
     return default if value is None else int(value)
 
 
@@ -62,5 +62,7 @@ def read_numbers(source: Any, key: str) -> dict[str, float]:
     """Return an object of numbers; other entries are left out."""
     entries = read_mapping(source, key)
     return {
-        strip_control_characters(str(name)): value for name in entries if (value := number(entries, name)) is not None
+        strip_control_characters(str(name)): value
+        for name in entries
+        if (value := read_number(entries, name)) is not None
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from trainium_contract.views.raw import number, read_integer, read_mapping, read_numbers, read_objects, read_text
+from trainium_contract.views.raw import read_integer, read_mapping, read_number, read_numbers, read_objects, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,9 +37,9 @@ class StatusReader(Generic[_M]):
         """Return a string; empty when there is none."""
         return read_text(self._raw, field)
 
-    def number(self, field: str) -> float | None:
+    def read_number(self, field: str) -> float | None:
         """Return a finite number; None when there is none."""
-        return number(self._raw, field)
+        return read_number(self._raw, field)
 
     def read_integer(self, field: str, default: int = 0) -> int:
         """Return a whole number."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.views.raw import number, read_integer, read_mapping, read_objects, read_text
+from trainium_contract.views.raw import read_integer, read_mapping, read_number, read_objects, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -97,7 +97,7 @@ def summarize_trace(trace: Trace) -> TraceSummary:
     lengths: dict[int, float] = {}
     annotations: list[tuple[tuple[str, str], float, str]] = []
     for event in read_objects(trace.content, "traceEvents"):
-        start, length, name = number(event, "ts"), number(event, "dur"), read_text(event, "name")
+        start, length, name = read_number(event, "ts"), read_number(event, "dur"), read_text(event, "name")
         if event.get("ph") != "X" or start is None or length is None or read_text(event, "cat") in _REPEATED_CATEGORIES:
             continue
         thread = str(event.get("pid")), str(event.get("tid"))
@@ -146,7 +146,7 @@ def _add_self_times(
 def merge_traces(traces: Sequence[Trace]) -> bytes:
     """Return one compressed trace, with each rank as a process, on the wall clock."""
     events: list[dict[str, Any]] = []
-    base_times = [number(trace.content, "baseTimeNanoseconds") or 0.0 for trace in traces]
+    base_times = [read_number(trace.content, "baseTimeNanoseconds") or 0.0 for trace in traces]
     merged_pids: dict[tuple[int, int], int] = {}
     for trace, base_time in zip(traces, base_times, strict=True):
         for event in read_objects(trace.content, "traceEvents"):
@@ -155,7 +155,7 @@ def merge_traces(traces: Sequence[Trace]) -> bytes:
                 continue  # marks of the profiler itself
             changed = {**event, "pid": merged_pids.setdefault((trace.rank, pid), len(merged_pids) + 1)}
             if "ts" in event:
-                changed["ts"] = (number(event, "ts") or 0.0) + (base_time - base_times[0]) / 1000
+                changed["ts"] = (read_number(event, "ts") or 0.0) + (base_time - base_times[0]) / 1000
             if "id" in event:  # flow arrows of different ranks are separate
                 changed["id"] = f"{trace.rank}.{event['id']}"
             if event.get("ph") == "M" and event.get("name") == "process_name":

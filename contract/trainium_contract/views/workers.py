@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.views.interruptions import format_ranks
 from trainium_contract.views.raw import (
-    number,
     read_integer,
     read_mapping,
+    read_number,
     read_objects,
     read_text,
     strip_control_characters,
@@ -166,7 +166,9 @@ def build_rank_rows(
 
     `records_by_pod` has the records of each pod's monitor, or why there are none.
     """
-    slow = {straggler.read_text("pod"): straggler.number("slowdown") for straggler in status.read_parts("stragglers")}
+    slow = {
+        straggler.read_text("pod"): straggler.read_number("slowdown") for straggler in status.read_parts("stragglers")
+    }
     rows = []
     for member in members.rows:
         records_or_reason = records_by_pod.get(member.pod, "")
@@ -187,14 +189,14 @@ def _rank(
 ) -> RankRow:
     if record is None:
         return RankRow(rank, member.pod, member.node, slowdown=slowdown, note=note)
-    updated, step = number(record, "updated"), read_integer(record, "step", -1)
+    updated, step = read_number(record, "updated"), read_integer(record, "step", -1)
     return RankRow(
         rank=rank,
         pod=member.pod,
         node=member.node,
         step=None if step < 0 else step,
         phase=read_text(record, "phase").capitalize(),
-        step_seconds=number(record, "step_seconds"),
+        step_seconds=read_number(record, "step_seconds"),
         seconds_since_step=max(0.0, now - updated) if updated else None,
         slowdown=slowdown,
     )

@@ -131,8 +131,12 @@ AGENT_MOUNT = "/trainium"
 """Folder of the agent with its interpreter, libraries and loader: in its own image, from which an init container copies
 it to a volume, and in the container of a program, which mounts the volume at the same path."""
 AGENT_INTERPRETER = (
-    f"{AGENT_MOUNT}/lib/ld.so", "--library-path", f"{AGENT_MOUNT}/lib", f"{AGENT_MOUNT}/bin/python", "-I",
-)  # fmt: skip
+    f"{AGENT_MOUNT}/lib/ld.so",
+    "--library-path",
+    f"{AGENT_MOUNT}/lib",
+    f"{AGENT_MOUNT}/bin/python",
+    "-I",
+)
 """Start of a command that needs nothing from the image in which it runs, not even a C library."""
 
 

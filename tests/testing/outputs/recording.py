@@ -209,7 +209,7 @@ def _record_calls(recording: Recording, times: list[float]) -> Iterator[None]:
     with (
         mock.patch.object(Connection, "request", request),
         mock.patch.object(Connection, "stream", record_stream),
-        mock.patch.object(LineStream, "lines", lines),
+        mock.patch.object(LineStream, "read_lines", lines),
         _programs(record_exec),
     ):
         yield

@@ -507,7 +507,7 @@ def test_a_read_is_repeated_once_without_a_word_when_the_server_closes_the_conne
 def test_help_and_completion_of_commands_do_not_load_the_kubernetes_library() -> None:
     program = (
         "import sys; from trainium_client.commands import complete\n"
-        "sys.argv[1:] = ['status', '']; complete.candidates(['st'], complete._job_names)\n"
+        "sys.argv[1:] = ['status', '']; complete.list_candidates(['st'], complete._list_job_names)\n"
         "import trainium_client; trainium_client.TrainingJob\n"
         "assert 'kubernetes' not in sys.modules\n"
     )

@@ -24,19 +24,19 @@ reveal_type(written)
 """
 _READING = """
 from trainium_contract.status.public import PublicStatus
-from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.status_reader import read_public_status
 
-view = public_status({})
-reveal_type(view.part("goodput").parts("sizes"))
-reveal_type(view.part("failedSpec"))
-print(view.text("phase"), view.part("goodput").number("ratio"), PublicStatus().desired)
+view = read_public_status({})
+reveal_type(view.read_part("goodput").read_parts("sizes"))
+reveal_type(view.read_part("failedSpec"))
+print(view.read_text("phase"), view.read_part("goodput").read_number("ratio"), PublicStatus().desired)
 """
 _REFUSED_READS = (
-    'view.text("waitingSince")',
-    'view.text("phasse")',
-    'view.part("gang")',
-    'view.part("goodput").number("countedStep")',
-    'view.part("goodput").parts("sizes")[0].integer("step")',
+    'view.read_text("waitingSince")',
+    'view.read_text("phasse")',
+    'view.read_part("gang")',
+    'view.read_part("goodput").read_number("countedStep")',
+    'view.read_part("goodput").read_parts("sizes")[0].read_integer("step")',
     "PublicStatus().next_pod_ordinal",
 )
 

@@ -175,7 +175,7 @@ def test_an_instance_type_of_one_device_refuses_models_that_do_not_fit() -> None
     assert (requests.memory, requests.milli_cpu) == (int(0.85 * 128 * GIB), 5_000)
     job = build_spec({"instanceType": "trn2.3xlarge"}, tensor=1, **HLAT)
     assert refusal(job).startswith("A core of trn2.3xlarge has 24.0 GiB, but on 4 nodes a process needs ")
-    assert (job.batch_shape().cores_per_node, job.workers.accelerator.claimed_devices()) == (4, 0)
+    assert (job.batch_shape().cores_per_node, job.workers.accelerator.count_claimed_devices()) == (4, 0)
 
 
 def test_sizes_in_the_spec_override_the_preset() -> None:

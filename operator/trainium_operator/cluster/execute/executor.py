@@ -207,9 +207,12 @@ class Executor:
     async def _apply(self, job: JobView, manifest: Json) -> None:
         caches = self._caches
         listers: tuple[Lister[Any] | None, ...] = (
-            caches.config_maps, caches.disruption_budgets, caches.dra.templates, caches.network_policies,
+            caches.config_maps,
+            caches.disruption_budgets,
+            caches.dra.templates,
+            caches.network_policies,
             caches.services,
-        )  # fmt: skip
+        )
         lister = next(each for each in listers if each is not None and each.resource.kind == manifest["kind"])
         before = lister.store.get((job.namespace, manifest["metadata"]["name"]))
         stored = await self._create_or_replace(job, lister.resource, manifest, lister.store)

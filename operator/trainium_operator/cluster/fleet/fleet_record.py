@@ -90,8 +90,14 @@ class _PlainLoader(Composer, yaml.CSafeLoader):
 
 
 _UNREADABLE = (
-    yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
-)  # fmt: skip
+    yaml.YAMLError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 
 
 def _parse_finite(value: Any) -> float:
