@@ -19,16 +19,19 @@ from typing import TYPE_CHECKING
 from trainium_agent.blocking_tasks import BlockingTasks, TaskContext
 from trainium_agent.hang.rank_sampler import sample_seconds
 from trainium_agent.lifecycle import actions, events
-from trainium_agent.lifecycle.generation import step, wake_at
+from trainium_agent.lifecycle.generation import KILL_SECONDS, step, wake_at
 from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
+from trainium_agent.linux.kernel import process_state
 from trainium_agent.shared_state.agreed_stop import AgreedStop
 from trainium_agent.shared_state.state_watcher import StateWatcher
 from trainium_agent.workload.attempt import progress_file
 from trainium_contract.exit_codes import ExitCode
+from trainium_worker.save_request import request_path, request_save
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
+    from pathlib import Path
 
     from trainium_agent.exits.restart_policy import GenerationState
     from trainium_agent.lifecycle.events import Order
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _LAST_OUTPUT_SECONDS = 0.5
 _POLL_SECONDS = 0.01
+_SAVE_SECONDS = KILL_SECONDS / 2
+"""Longest wait for a rank that saves the newest step before it is killed."""
 
 
 class GenerationRunner:
@@ -155,7 +160,7 @@ class GenerationRunner:
             case actions.SimpleAction.INTERRUPT_TASK:
                 self._watcher.interrupt()
             case actions.SimpleAction.KILL:
-                self._signal(signal.SIGKILL)
+                self._kill()
             case actions.RequestExit(memory_ends):
                 self._request_exit(self._workload.ranks.storage_signal if memory_ends else signal.SIGTERM)
             case actions.EnterPhase(phase, attempt):
@@ -235,3 +240,19 @@ class GenerationRunner:
     def _signal(self, number: signal.Signals) -> None:
         for process in self._ranks:
             process.signal(number)
+
+    def _kill(self) -> None:
+        """Kill the ranks; one that holds the newest step for all ranks writes it before."""
+        for process in self._ranks:
+            record = progress_file(self._settings, self._generation, process.local_rank)
+            can_answer = request_path(record).is_socket() and process_state(process.pid).letter not in ("T", "t")
+            if can_answer and process.request_exit():
+                threading.Thread(target=_save_and_kill, args=(process, record), name="save", daemon=True).start()
+            else:
+                process.signal(signal.SIGKILL)
+
+
+def _save_and_kill(process: RankProcess, record: Path) -> None:
+    if request_save(record, _SAVE_SECONDS):
+        _log.info("rank %d has saved the newest step for all ranks", process.rank)
+    process.signal(signal.SIGKILL)

@@ -80,6 +80,7 @@ class _Reporter:
         self._lock = threading.Lock()
         self._step_started: float | None = None
         """The monotonic time of the start of the current step, if known."""
+        self._stops = False
 
     def step(self, number: int, figures: dict[str, float | None], consumed: Mapping[str, int]) -> None:
         """Record a completed step."""
@@ -132,7 +133,13 @@ class _Reporter:
                 while answer == STOP_PENDING and time.monotonic() < deadline:
                     time.sleep(_STOP_POLL_SECONDS)
                     answer = writer.read_stop_answer()
-        return 0 < answer <= check
+        self._stops = 0 < answer <= check
+        return self._stops
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process stops, or has reported the last step."""
+        return self._stops or self._writer.record.step >= self._writer.record.total_steps > 0
 
 
 _reporter: _Reporter | None = None
@@ -254,3 +261,8 @@ def should_stop() -> bool:
     if count_launched_ranks() > 1:
         return False
     return _current_reporter().should_stop()
+
+
+def is_ending() -> bool:
+    """Return whether `should_stop` was True, or the last of `total_steps` is reported: the same on all ranks."""
+    return _current_reporter().is_ending

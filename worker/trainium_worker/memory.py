@@ -3,6 +3,8 @@
     step, _ = memory.load(model, optimizer, durable="/checkpoints/run/step-{step}")
     while step < last:
         train(step)
+        memory.wait()
+        optimizer.step()
         step += 1
         memory.save(step, model, optimizer)
 
@@ -10,14 +12,18 @@ The state is every parameter that is trained, the buffers, the optimizer's state
 Parameters may be plain tensors or DTensors (DDP, FSDP2, tensor parallelism). Saves are those of `trainium_worker.dcp`,
 with its guarantees; the next step computes while a save is copied to another node. Later saves of the same tensors cost
 one copy of them. A step at which only some ranks have a new tensor is not saved.
+
+With data parallelism (DDP) on two or more nodes, most steps are not copied: when a rank fails, another one writes the
+newest step for all (`dcp.just_in_time`). A failure of all ranks at once then costs the steps since the last copy, and
+copies take at most 1 % of the time.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,98 +32,46 @@ import torch.distributed.checkpoint as dcp
 
 import trainium_worker
 from trainium_worker.dcp import MemoryReader, MemoryWriter
-from trainium_worker.dcp.commit import Outcome
-from trainium_worker.dcp.repeated import RepeatedSave, describe_layout
+from trainium_worker.dcp.saver import Saver
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from concurrent.futures import Future
 
     from trainium_worker.dcp.parts import StrPath
-    from trainium_worker.dcp.repeated import Layout
 
-_MIN_VALUES_BYTES = 4096
-_FULL_FRACTION = 0.75
-"""The filled fraction of the tensor with the values at which the next save gets a larger one."""
 _WRAPPERS = re.compile(r"^module\.|_orig_mod\.")
 """Prefixes that DistributedDataParallel and torch.compile add to names."""
 
 
-class _Saver:
-    """The saves of this process, one at a time in a separate thread."""
+class _ModelTensors:
+    """The tensors of the model of this process."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
-        self._saving: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-save")
-        self._layout: Layout = []
-        self._repeated: RepeatedSave | None = None
-        """The last save, if a state of `_layout` can repeat it."""
-        self._values_bytes = _MIN_VALUES_BYTES
-        """The size of the tensor with the values."""
-        self._is_nearly_full = False
         self._walked: list[object] = []
-        """Result of the last walk of `model_tensors` over the model."""
+        """Result of the last walk over the model."""
         self._modules: list[torch.nn.Module] = []
-        self._model: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.has_buffers = False
+        """Whether it has buffers, which ranks of data parallelism need not have in common."""
 
-    def model_tensors(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def list(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return `_model_tensors`; walks a model only if a module, parameter or buffer was added or replaced."""
         if not self._modules or self._modules[0] is not model or self._walked != _list_members(self._modules):
             self._modules = [*model.modules()]
-            self._walked, self._model = _list_members(self._modules), _model_tensors(model)
-        return self._model
-
-    def pack(self, values: Any) -> torch.Tensor:
-        """Return values as a tensor of bytes, whose size seldom changes."""
-        packed = pickle.dumps(values)
-        fraction = 1 if self._repeated is not None else _FULL_FRACTION  # a rank alone should not change the layout
-        while self._values_bytes * fraction < len(packed):
-            self._values_bytes *= 2
-        self._is_nearly_full = len(packed) > self._values_bytes * _FULL_FRACTION
-        return torch.frombuffer(bytearray(packed.ljust(self._values_bytes, b"\0")), dtype=torch.uint8)
-
-    def save(self, writer: MemoryWriter, state: dict[str, torch.Tensor]) -> None:
-        """Copy the state, and save it in the background."""
-        layout, repeated = describe_layout(state), self._repeated
-        if repeated is None or layout != self._layout:
-            outcome, state = Outcome.PLAN, writer.stage(_detach(state))
-        else:
-            outcome = repeated.stage(state)
-            if outcome == Outcome.OK and self._is_nearly_full:
-                outcome = Outcome.LAST
-        self._layout = layout
-        self._saving = self._thread.submit(self._write, writer, state, outcome)
-
-    def _write(self, writer: MemoryWriter, state: dict[str, torch.Tensor], outcome: Outcome) -> None:
-        """Write a state, with a plan if it has another layout than the last one. Collective."""
-        repeated, session = self._repeated, writer.session
-        if repeated is not None:
-            outcomes = repeated.write(writer.step, outcome)
-            if any(rank_outcome & (Outcome.LAST | Outcome.PLAN) for rank_outcome in outcomes):
-                self._repeated = None
-            if set(outcomes) != {Outcome.PLAN}:
-                return
-        dcp.save(state, storage_writer=writer, process_group=session.group)
-        if session.is_enabled:
-            self._repeated = RepeatedSave.of_newest_save(session, state)
-            session.free_copy()
-
-    def wait(self) -> None:
-        """Wait for the save in progress. Raises its error."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
+            self._walked, self._tensors = _list_members(self._modules), _model_tensors(model)
+            self.has_buffers = any(not isinstance(tensor, torch.nn.Parameter) for tensor in self._tensors.values())
+        return self._tensors
 
 
-_saver: _Saver | None = None
+_model_tensors_of_process = _ModelTensors()
+_saver: Saver | None = None
 
 
-def _get_saver() -> _Saver:
+def _get_saver() -> Saver:
     """Return the saver of this process."""
     global _saver  # noqa: PLW0603 - one process has one
     if _saver is None or _saver.pid != os.getpid():
-        _saver = _Saver()
+        _saver = Saver()
     return _saver
 
 
@@ -127,28 +81,80 @@ def save(
     optimizer: torch.optim.Optimizer,
     values: Any = None,
     *,
+    same_values: bool = False,
     durable: StrPath | None = None,
     directory: StrPath | None = None,
 ) -> None:
-    """Save the state after a step on all ranks; returns once the state is copied. Raises the error of the last save.
+    """Save the state after a step on all ranks; returns once it is copied or held. Raises the error of the last save.
 
-    values: any other object that can be pickled; each rank may have its own. durable: also write the state as a
-    checkpoint of torch.distributed.checkpoint to this folder, with {step} in its name, and wait for it. directory: as
-    for `MemoryWriter`; unset, nothing is kept in memory without an agent.
+    values: any other object that can be pickled, or a function that returns it, as it is at this call. Each rank may
+    have its own. same_values: they are the same on all ranks, so one rank can save for all. durable: also write the
+    state as a checkpoint of torch.distributed.checkpoint to this folder, with {step} in its name, and wait for it.
+    directory: as for `MemoryWriter`; unset, nothing is kept in memory without an agent.
     """
-    saver = _get_saver()
-    saver.wait()
-    tensors, rest = _split_optimizer(optimizer)
-    state = {**saver.model_tensors(model), **tensors, f"values.{_rank()}": saver.pack((rest, values))}
+    saver, is_same = _get_saver(), same_values or values is None
+    saver.finish()
     writer = MemoryWriter(step, directory=directory)
     if writer.is_enabled:
-        saver.save(writer, state)
+        hold(step, model, optimizer, values, same_values=is_same)
+        if saver.is_due(step, is_held=is_same):
+            state = _collect(model, optimizer, values, is_same=is_same)
+            saver.save(writer, state, is_replicated=is_same and not _model_tensors_of_process.has_buffers)
     if durable is not None:
         folder = os.fspath(durable).format(step=step)
         trainium_worker.stage("save")
-        saver.wait()  # its collectives are of the same group
-        dcp.save(_detach(state), checkpoint_id=folder, process_group=writer.session.group)
+        saver.finish()  # its collectives are of the same group
+        state = _detach(_collect(model, optimizer, values, is_same=False))
+        dcp.save(state, checkpoint_id=folder, process_group=writer.session.group)
         trainium_worker.saved(step, folder)
+
+
+def hold(
+    step: int,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    values: Any = None,
+    *,
+    same_values: bool = False,
+) -> None:
+    """Hold the state after a step in place, if a surviving rank can write it. Arguments are those of `save`.
+
+    `save` does it too. Call it in addition where much is done between a step of the optimizer and `save`.
+    """
+    held, is_same = _get_saver().just_in_time, same_values or values is None
+    if held is None or not is_same:
+        return
+    get_values = values if callable(values) else functools.partial(pickle.loads, pickle.dumps(values))
+
+    def collect() -> dict[str, torch.Tensor]:
+        tensors, rest = _collect_tensors(model, optimizer)
+        return {**tensors, "values.0": _to_tensor(pickle.dumps((rest, get_values(), True)))}
+
+    held.hold(step, collect, device=next(model.parameters()).device)
+    trainium_worker.saved(step, trainium_worker.MEMORY)
+
+
+def write_held() -> None:
+    """Write the state that is held in place, because this process ends with an error."""
+    held = _get_saver().just_in_time
+    if held is not None:
+        held.write()
+
+
+def _collect(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: Any, *, is_same: bool) -> dict[str, Any]:
+    """Return the state of this rank by name; values that are the same on all ranks are those of the first one."""
+    tensors, rest = _collect_tensors(model, optimizer)
+    rank = _rank()
+    own = None if is_same and rank else values() if callable(values) else values
+    return {**tensors, f"values.{rank}": _get_saver().pack(pickle.dumps((rest, own, is_same)))}
+
+
+def _collect_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of a model and of its optimizer by name, and the rest of the optimizer's state."""
+    tensors, rest = _split_optimizer(optimizer)
+    return {**_model_tensors_of_process.list(model), **tensors}, rest
 
 
 def load(
@@ -160,7 +166,8 @@ def load(
 ) -> tuple[int, list[Any]]:
     """Load the newest state that all ranks can read; return its step, 0 for none, and the values of the ranks saved.
 
-    Collective. Arguments are those of `save`. Raises ValueError if model or optimizer have other parameters.
+    Values that are the same on all ranks are one. Collective. Arguments are those of `save`. Raises ValueError if model
+    or optimizer have other parameters.
     """
     trainium_worker.stage("load")
     reader = MemoryReader(durable, directory=directory)
@@ -170,7 +177,7 @@ def load(
 
 
 def read(reader: MemoryReader, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Load the save of a reader, and return the values of the ranks that saved. Collective."""
+    """Load the save of a reader, and return the values as `read_values`. Collective."""
     metadata = reader.read_metadata().state_dict_metadata
     parameters, states = _detach(_model_tensors(model)), _create_optimizer_tensors(metadata, optimizer)
     saved = {name for name in metadata if name.startswith("model.")}
@@ -181,21 +188,26 @@ def read(reader: MemoryReader, model: torch.nn.Module, optimizer: torch.optim.Op
             "create the model as when the run started, or start a new run"
         )
     dcp.load({**parameters, **states}, storage_reader=reader, process_group=reader.session.group)
-    packed = _read_values(reader)
+    packed = _read_packed(reader)
     optimizer_state = packed[0][0]
     for name, tensor in states.items():
         _, number, key = name.split(".", 2)
         optimizer_state["state"].setdefault(int(number), {})[key] = tensor
     optimizer.load_state_dict(optimizer_state)
-    return [value for _, value in packed]
+    return _select_values(packed)
 
 
 def read_values(reader: MemoryReader) -> list[Any]:
-    """Return the values of the ranks that saved. Collective."""
-    return [values for _, values in _read_values(reader)]
+    """Return the values of the ranks that saved, or the one value if they are the same. Collective."""
+    return _select_values(_read_packed(reader))
 
 
-def _read_values(reader: MemoryReader) -> list[tuple[dict[str, Any], Any]]:
+def _select_values(packed: list[tuple[dict[str, Any], Any, bool]]) -> list[Any]:
+    return [values for _, values, _ in (packed[:1] if packed[0][2] else packed)]
+
+
+def _read_packed(reader: MemoryReader) -> list[tuple[dict[str, Any], Any, bool]]:
+    """Return the rest of the optimizer's state, the values, and whether they are the same, of each rank that saved."""
     metadata: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     names = sorted((name for name in metadata if name.startswith("values.")), key=_number)
     loaded: dict[str, Any] = {name: torch.empty(metadata[name].size, dtype=torch.uint8) for name in names}
@@ -203,9 +215,18 @@ def _read_values(reader: MemoryReader) -> list[tuple[dict[str, Any], Any]]:
     return [pickle.loads(packed.numpy().tobytes()) for packed in loaded.values()]  # noqa: S301 - written by this job
 
 
-def wait() -> None:
+def finish() -> None:
     """Wait until the last save is complete. Raises its error."""
+    _get_saver().finish()
+
+
+def wait() -> None:
+    """Wait until the last save is complete, before the state changes. Raises its error."""
     _get_saver().wait()
+
+
+def _to_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _rank() -> int:

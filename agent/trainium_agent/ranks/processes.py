@@ -130,12 +130,22 @@ class RankProcess:
             self._end = (code, time.time())
         self.ended.set()
 
+    def request_exit(self) -> bool:
+        """Record that the agent ends the process, and return whether it is alive."""
+        with self._lock:
+            return self._request_exit()
+
+    def _request_exit(self) -> bool:
+        if self._end is not None or _has_ended(self.pid):
+            return False
+        self._exit_requested = True
+        return True
+
     def signal(self, number: signal.Signals) -> None:
         """Signal the process; SIGKILL goes to its whole group. Does nothing once it has ended."""
         with self._lock:
-            if self._end is not None or _has_ended(self.pid):
+            if not self._request_exit():
                 return
-            self._exit_requested = True
             if number == signal.SIGKILL:
                 with contextlib.suppress(OSError):
                     os.killpg(self.pid, number)

@@ -29,6 +29,7 @@ from transformers import (
 
 from trainium_worker.hooks.elastic import elastic
 from trainium_worker.progress_record import read_progress, stop_at
+from trainium_worker.save_request import request_save
 
 TOKENS = 24
 
@@ -85,7 +86,7 @@ class Faults(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._report()
         if self._options.get("kill") == [args.process_index, state.global_step]:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[self._options.get("fault", "SIGKILL")])
         if self._options.get("stop_at") == state.global_step:
             path = Path(os.environ["TRAINIUM_PROGRESS_FILE"])
             reading = read_progress(path)
@@ -182,7 +183,7 @@ def run_rank(environment: dict[str, str], results: Path, options: dict[str, Any]
 
 
 def run_ranks(order: dict[str, Any]) -> list[int]:
-    """Fork the ranks, end all once one has failed, and return their exit codes."""
+    """Fork the ranks, end all as the agent does once one has failed, and return their exit codes."""
     children = []
     for environment in order["environments"]:
         child = os.fork()
@@ -193,11 +194,16 @@ def run_ranks(order: dict[str, Any]) -> list[int]:
     deadline = time.monotonic() + order["seconds"]
     while len(codes) < len(children):
         for child in children:
-            if child not in codes and (ended := os.waitpid(child, os.WNOHANG))[0]:
-                codes[child] = os.waitstatus_to_exitcode(ended[1])
+            if child not in codes and (ended := os.waitpid(child, os.WNOHANG | os.WUNTRACED))[0]:
+                if os.WIFSTOPPED(ended[1]):
+                    os.kill(child, signal.SIGKILL)
+                else:
+                    codes[child] = os.waitstatus_to_exitcode(ended[1])
         if time.monotonic() > deadline or any(code not in {0, 75} for code in codes.values()):
-            for child in children:
+            for child, environment in zip(children, order["environments"], strict=True):
                 if child not in codes:
+                    if "TRAINIUM_PROGRESS_FILE" in environment:
+                        request_save(Path(environment["TRAINIUM_PROGRESS_FILE"]), order["seconds"])
                     os.kill(child, signal.SIGKILL)
         time.sleep(0.02)
     return [codes[child] for child in children]

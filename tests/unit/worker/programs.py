@@ -3,6 +3,7 @@
 The program trains with DDP or FSDP2 and saves each step to memory, as in `docs/program.md`.
 """
 
+import atexit
 import json
 import os
 import resource
@@ -10,7 +11,9 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +29,7 @@ from tests.testing.suite.timeouts import scaled
 from tests.testing.trainer.fork_server import fork_context
 from trainium_worker import memory
 from trainium_worker.dcp import MemoryReader, MemoryWriter, commit, repeated
+from trainium_worker.save_request import request_save
 from trainium_worker.snapshots import copies
 from trainium_worker.snapshots.files import HEADER_BYTES
 from trainium_worker.snapshots.store import run_directory
@@ -116,8 +120,18 @@ def train(results: Path, *, mode: str, steps: int, width: int = 34, **options: A
         saving.result()
 
 
-def save_each_step(results: Path, *, steps: int, case: str = "", kill: list[int] | None = None) -> None:
-    """Train with `memory.save` after each step; report the steps saved, the bytes sent for each, and the weights."""
+def save_each_step(
+    results: Path,
+    *,
+    steps: int,
+    case: str = "",
+    kill: list[int] | None = None,
+    fault: signal.Signals = signal.SIGKILL,
+) -> None:
+    """Train with `memory.save` after each step; report the steps saved, the bytes sent for each, and the weights.
+
+    kill: rank, or -1 for all, and step after whose optimizer it gets the signal `fault`.
+    """
     rank = dist.get_rank()
     report: dict[str, Any] = {"saved": [], "sent": []}
     send, transfer, saved = copies.send_part, copies.transfer, trainium_worker.saved
@@ -142,20 +156,22 @@ def save_each_step(results: Path, *, steps: int, case: str = "", kill: list[int]
     model: Any = fully_shard(module) if case == "fsdp" else DistributedDataParallel(module, broadcast_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step, values = memory.load(model, optimizer)
-    report |= {"resumed": step, "values": [len(value) for value in values]}
+    report |= {"resumed": step, "values": [len(value or "") for value in values]}
     while step < steps:
-        inputs = torch.randn(8, 12, generator=torch.Generator().manual_seed(step)).chunk(2)[rank]
+        rows = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+        inputs = rows.chunk(dist.get_world_size())[rank]
         model(inputs).pow(2).mean().backward()
         memory.wait()
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        if kill == [rank, step]:
+        if kill in ([rank, step], [-1, step]):
             _write_atomically(results / f"rank-{rank}.json", report)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), fault)
         if step == 4 and case in ("new tensor", f"new tensor of rank {rank}"):
             module.register_buffer("extra", torch.ones(5))
-        memory.save(step, model, optimizer, "." * 800 * step if case == "values" and rank == 0 else "")
+        values = "." * 800 * step if case == "values" and rank == 0 else ""
+        memory.save(step, model, optimizer, None if case == "same" else values)
     memory.wait()
     tensors = (getattr(tensor, "full_tensor", tensor.detach)() for tensor in module.parameters())
     report["weights"] = [tensor.tolist() for tensor in tensors]
@@ -181,7 +197,12 @@ def _run_rank(environment: dict[str, str], store: str, errors: str, results: Pat
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(environment["RANK"]), world_size=int(environment["WORLD_SIZE"])
     )
-    options.pop("train", train)(results, **options)
+    try:
+        options.pop("train", train)(results, **options)
+    except Exception:  # noqa: BLE001 - any error of a test program
+        traceback.print_exc()
+        atexit._run_exitfuncs()  # as at the end of an interpreter
+        os._exit(1)
     dist.barrier()
     sys.stderr.flush()
     os._exit(0)
@@ -199,6 +220,9 @@ class SimulatedJob:
     def memory(self, node: int) -> Path:
         return self.root / f"node-{node}"
 
+    def progress(self, node: int, local_rank: int = 0) -> Path:
+        return self.memory(node) / "progress" / f"g1-r{local_rank}"
+
     def snapshots(self, node: int) -> list[Path]:
         return sorted(self.memory(node).rglob("*.snapshot"))
 
@@ -209,7 +233,7 @@ class SimulatedJob:
         shutil.rmtree(self.memory(node))
 
     def run(self, *, nodes: list[int], per_node: int = 1, agent: bool = True, **options: Any) -> list[int | None]:
-        """Run one attempt, end all ranks once one has failed, and return the exit codes."""
+        """Run one attempt, end all ranks as the agent does once one has failed or stopped, and return the codes."""
         self.attempt += 1
         results = self.root / f"results-{self.attempt}"
         results.mkdir()
@@ -226,7 +250,7 @@ class SimulatedJob:
                 "TRAINIUM_MEMORY_DIR": str(self.memory(node)),
             }
             if agent:
-                environment["TRAINIUM_PROGRESS_FILE"] = str(self.memory(node) / "progress" / f"g1-r{local}")
+                environment["TRAINIUM_PROGRESS_FILE"] = str(self.progress(node, local))
             store = str(self.root / f"store-{self.attempt}")
             arguments = (environment, store, str(path), results, options)
             processes.append(context.Process(target=_run_rank, args=arguments, daemon=True))
@@ -234,11 +258,20 @@ class SimulatedJob:
             process.start()
         deadline = time.monotonic() + scaled(60)
         while any(process.is_alive() for process in processes):
-            if any(process.exitcode for process in processes) or time.monotonic() > deadline:
-                for process in processes:
+            if any(process.exitcode or _is_stopped(process) for process in processes) or time.monotonic() > deadline:
+                for rank, process in enumerate(processes):
+                    if agent and process.is_alive() and not _is_stopped(process):
+                        request_save(self.progress(nodes[rank // per_node], rank % per_node), scaled(20))
                     process.kill()
             time.sleep(0.02)
         self.errors = "".join(path.read_text() for path in errors if path.exists())
         paths = [results / f"rank-{rank}.json" for rank in range(len(errors))]
         self.reports = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
         return [process.exitcode for process in processes]
+
+
+def _is_stopped(process: BaseProcess) -> bool:
+    try:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except FileNotFoundError:
+        return False

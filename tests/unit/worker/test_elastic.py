@@ -164,3 +164,33 @@ def test_a_requested_stop_saves_and_exits_on_all_ranks(run: Run, undisturbed: Ru
         run.lose_node(node)
     assert run.start([0, 1]) == [0, 0], run.errors
     assert run.losses == undisturbed.losses, "bitwise equal"
+
+
+@pytest.mark.parametrize(
+    ("step", "arguments"),
+    [(5, {"logging_steps": 3}), (6, {}), (4, {"save_strategy": "epoch"}), (8, {"save_strategy": "epoch"})],
+    ids=["unlogged losses", "before the log", "before the end of an epoch", "before the end of the run"],
+)
+def test_a_surviving_rank_saves_what_the_trainer_has_not_done_after_a_step(
+    run: Run, tmp_path: Path, step: int, arguments: Any
+) -> None:
+    whole = {**arguments, "output_dir": str(tmp_path / "whole")}
+    assert run.start([0, 1], arguments=whole) == [0, 0], run.errors
+    losses, ledger = run.losses, run.ledger
+    assert -9 in run.start([0, 1], agent=True, kill=[1, step], arguments=arguments)
+    assert f"a rank has failed: step {step} is saved by rank 0" in run.errors
+    run.lose_node(1)
+    assert run.start([0, 2], agent=True, arguments=arguments) == [0, 0], run.errors
+    assert f"resuming after step {step}, from memory" in run.errors
+    assert run.ledger == {number: samples for number, samples in ledger.items() if number > step}
+    assert run.losses == losses, "bitwise equal"
+    assert {path.name for path in run.output.glob("checkpoint-*")} == (
+        {"checkpoint-4", "checkpoint-8"} if arguments.get("save_strategy") else set()
+    )
+
+
+def test_a_rank_that_hangs_costs_no_complete_step(run: Run, undisturbed: Run) -> None:
+    assert -9 in run.start([0, 1], agent=True, kill=[1, 6], fault="SIGSTOP")
+    assert run.start([0, 1], agent=True) == [0, 0], run.errors
+    assert "resuming after step 6, from memory" in run.errors
+    assert run.losses == undisturbed.losses, "bitwise equal"

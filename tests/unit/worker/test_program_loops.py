@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.program_recovery.programs import read_loops
 from tests.testing.suite.timeouts import scaled
+from trainium_worker.save_request import request_save
 
 pytestmark = pytest.mark.xdist_group("elastic")
 ROOT = Path(__file__).parents[3]
@@ -68,6 +69,7 @@ def run(folder: Path, program: str, ranks: int, **variables: str) -> list[float]
     for process in processes:
         codes.append(process.wait(scaled(60)))
         if codes[0]:
+            request_save(folder / f"progress-{ranks - 1}", scaled(20))  # as the agent does
             processes[-1].kill()
     if "KILL" in variables:
         assert codes[0] == -9

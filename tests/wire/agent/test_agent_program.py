@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from tests.testing.suite.processes import has_ended
+from tests.testing.suite.timeouts import scaled
 from tests.wire.agent.agent_job import HERE, AgentJob
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.messages import RoleEndpoints, Transition
 from trainium_contract.worker_process.process_tree import list_children
 
 DDP = str(HERE / "fakes" / "program_ddp.py")
+MEMORY = str(HERE / "fakes" / "program_memory.py")
 PATTERN = r"step: *(?P<step>\d+) loss: *(?P<loss>\S+)"
 
 
@@ -70,6 +72,25 @@ async def test_a_ddp_program_restarts_in_place_from_its_checkpoint(job: AgentJob
     assert first[:8] == [str(step) for step in range(1, 9)]
     assert int(second[0]) in (8, 9, 10), "it resumes from its newest checkpoint"
     assert [agent.code for agent in job.agents.values()] == [0, 0]
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+async def test_a_surviving_rank_saves_the_newest_step_before_it_is_killed(
+    job: AgentJob, tmp_path: Path, fault: str
+) -> None:
+    extra = program_environment(sys.executable, MEMORY, "30", "12", fault, str(tmp_path / "marker"))
+    extra |= {worker_env.ENV_HANG_LIMITS: json.dumps({"stepFloorSeconds": scaled(3.0), "stepFactor": 2.0})}
+    await start_generation(job, "a", "b", **extra)
+    await job.until_phase("Finished", "a", "b")
+    log = job.agents["a"].log
+    assert job.last_heartbeat("a").attempt == 1, log + job.agents["b"].log
+    assert "step 11 is saved by rank 0" in log or "step 12 is saved by rank 0" in log
+    if fault == "SIGSTOP":
+        assert "rank 0 has saved the newest step for all ranks" in log
+    resumed = {
+        line.split()[-1] for name in ("a", "b") for line in job.agents[name].log.splitlines() if "resumed" in line
+    }
+    assert resumed in ({"0", "11"}, {"0", "12"})
 
 
 async def test_a_program_reads_the_ready_pods_of_a_role_and_is_not_hung_while_it_waits_for_them(

@@ -137,11 +137,15 @@ class Session:
 
     def all_gather_integers(self, value: int) -> list[int]:
         """Return the values of all ranks, faster than `all_gather`. Collective."""
+        return [int(rank_value) for rank_value in self.all_gather_tensors(torch.tensor(value))]
+
+    def all_gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, which have one shape and are on the processor. Collective."""
         if self.group is None:
-            return [value]
-        values = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(values, torch.tensor([value]), group=self.group)
-        return [int(rank_value) for rank_value in values]
+            return [tensor]
+        tensors = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(tensors, tensor, group=self.group)
+        return tensors
 
 
 def _open_store(directory: Path) -> SnapshotStore | None:

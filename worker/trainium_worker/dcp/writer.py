@@ -108,7 +108,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
         failure: BaseException | None = None
         size, draft, problem = _NO_SIZE, None, ""
         try:
-            draft = _Draft.from_plan(plan, planner, session.rank)
+            draft = Draft.from_plan(plan, planner, session.rank)
             size = draft.payload_bytes
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             failure = error
@@ -126,7 +126,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
                 failure = error
         return size if commit(session, files, part, outcome, problem=problem, failure=failure) else 0
 
-    def _write_part(self, file: SnapshotFile, draft: _Draft, planner: SavePlanner) -> Part:
+    def _write_part(self, file: SnapshotFile, draft: Draft, planner: SavePlanner) -> Part:
         """Copy the state into a file and finish it."""
         session = self.session
         draft.copy_to(file.payload, planner)
@@ -135,7 +135,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
 
 
 @dataclass(frozen=True)
-class _Draft:
+class Draft:
     """A part before it is written to a file."""
 
     entries: list[Entry]
@@ -144,7 +144,7 @@ class _Draft:
     index: bytes
 
     @staticmethod
-    def from_plan(plan: SavePlan, planner: SavePlanner, rank: int) -> _Draft:
+    def from_plan(plan: SavePlan, planner: SavePlanner, rank: int) -> Draft:
         """Serialize the items other than tensors, and lay out the payload of a rank."""
         serialized = {
             number: planner.resolve_data(item)
@@ -152,7 +152,7 @@ class _Draft:
             if item.type == WriteItemType.BYTE_IO
         }
         entries = lay_out(plan.items, serialized, rank)  # type: ignore[arg-type]
-        return _Draft(entries, serialized, pickle.dumps((entries, plan.planner_data)))  # type: ignore[arg-type]
+        return Draft(entries, serialized, pickle.dumps((entries, plan.planner_data)))  # type: ignore[arg-type]
 
     @property
     def index_start(self) -> int:

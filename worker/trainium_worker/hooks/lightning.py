@@ -81,9 +81,11 @@ class ReportToAgent(Callback):  # type: ignore[misc]  # Any where types are chec
         self._reported = trainer.global_step
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         trainium_worker.step(trainer.global_step, loss=loss, total_steps=self._total_steps)
+        stops = trainium_worker.should_stop()
         if self._memory:
-            node_memory.save(trainer.global_step, pl_module, _find_optimizer(trainer), self._dump_state(trainer))
-        if trainium_worker.should_stop():
+            optimizer, values = _find_optimizer(trainer), self._dump_state(trainer)
+            node_memory.save(trainer.global_step, pl_module, optimizer, values, same_values=True)
+        if stops:
             if self._memory:
                 node_memory.wait()
             trainium_worker.stage("save")

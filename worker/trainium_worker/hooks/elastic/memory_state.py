@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import tempfile
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from transformers.trainer_callback import ExportableState
 from trainium_worker import memory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trainium_worker.dcp import MemoryReader
     from trainium_worker.hooks.elastic.identity import Identity
 
@@ -22,33 +25,56 @@ _KEPT_ATTRIBUTES = ("_metrics", "_total_train_tokens")
 """State of TRL's trainers that is not part of their checkpoints."""
 
 
+@dataclass(frozen=True)
+class OpenStep:
+    """The rest of a step after that of the optimizer: to log, evaluate and save."""
+
+    flags: dict[str, bool]
+    """Which of it, as attributes of the trainer's control."""
+    grad_norm: float | None
+    learning_rate: float | None
+    is_epoch_end: bool
+    """Whether it is that of the whole epoch, which follows that of its last step."""
+
+
 class History:
-    """The log of a trainer as JSON lines, so that a step encodes only what it has added."""
+    """The log of a trainer as JSON lines, so that a save encodes only what was added."""
 
     def __init__(self, lines: bytes = b"") -> None:
         self._lines = bytearray(lines)
         self._count = len(self._lines.splitlines())
 
-    def encode(self, log_history: list[dict[str, Any]]) -> bytes:
-        """Add the new entries of a log, and return all."""
-        new = log_history[self._count :]
+    def encode(self, log_history: list[dict[str, Any]], count: int) -> bytes:
+        """Add the new entries of a log up to a count, and return all."""
+        new = log_history[self._count : count]
         self._lines += b"".join(json.dumps(entry).encode() + b"\n" for entry in new)
         self._count += len(new)
         return bytes(self._lines)
 
 
-def collect_values(trainer: Any, identity: Identity, history: History) -> dict[str, Any]:
-    """Return what a rank saves beside tensors; the first rank has the history."""
-    scaler = getattr(trainer.accelerator, "scaler", None)
-    return {
-        "identity": asdict(identity),
-        "state": _export_state(trainer),
-        "history": history.encode(trainer.state.log_history) if trainer.is_world_process_zero() else b"",
-        "scheduler": trainer.lr_scheduler.state_dict(),
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "losses": (trainer._tr_loss.item(), trainer._total_loss_scalar, trainer._globalstep_last_logged),
-        "attributes": {name: vars(trainer)[name] for name in _KEPT_ATTRIBUTES if name in vars(trainer)},
-    }
+def collect_values(
+    trainer: Any, identity: Identity, history: History, losses: list[float], open_step: OpenStep | None
+) -> Callable[[], dict[str, Any]]:
+    """Return a function that returns what is saved beside tensors, the same on all ranks, as it is now.
+
+    losses: each rank's sum of losses that are not logged. open_step: what the trainer does after the step, if it has
+    not.
+    """
+    scaler, log = getattr(trainer.accelerator, "scaler", None), trainer.state.log_history
+    count = len(log)
+    packed = pickle.dumps(
+        {
+            "identity": asdict(identity),
+            "state": _export_state(trainer),
+            "scheduler": trainer.lr_scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "losses": losses,
+            "logged": (trainer._total_loss_scalar, trainer._globalstep_last_logged),
+            "attributes": {name: vars(trainer)[name] for name in _KEPT_ATTRIBUTES if name in vars(trainer)},
+            "open_step": None if open_step is None else asdict(open_step),
+        }
+    )
+    return lambda: {**pickle.loads(packed), "history": history.encode(log, count)}  # noqa: S301 - packed above
 
 
 def _export_state(trainer: Any) -> dict[str, Any]:
@@ -68,17 +94,17 @@ def _export_state(trainer: Any) -> dict[str, Any]:
 class MemoryState:
     """A state in memory from which a trainer resumes."""
 
-    def __init__(self, reader: MemoryReader, values: list[dict[str, Any]]) -> None:
-        """`values`: what each rank saved."""
+    def __init__(self, reader: MemoryReader, values: dict[str, Any]) -> None:
+        """`values`: those of `collect_values`."""
         assert reader.step is not None, "the reader has found a state"
         self.step = reader.step
-        self.identity: dict[str, Any] = values[0]["identity"]
+        self.identity: dict[str, Any] = values["identity"]
         self._reader, self._values = reader, values
         self._folder = Path()
 
     def write_folder(self) -> Path:
         """Write the trainer's own state to a folder, from which the trainer reads it."""
-        state, history = self._values[0]["state"], self._values[0]["history"]
+        state, history = self._values["state"], self._values["history"]
         self._folder = Path(tempfile.mkdtemp(prefix="trainium-resume-"))
         log_history = [json.loads(line) for line in history.splitlines()]
         (self._folder / TRAINER_STATE_NAME).write_text(json.dumps({**state, "log_history": log_history}))
@@ -87,26 +113,28 @@ class MemoryState:
     @property
     def history(self) -> History:
         """The log of the trainer."""
-        return History(self._values[0]["history"])
+        return History(self._values["history"])
 
     def load(self, trainer: Any) -> None:
         """Load the state, once the trainer has its model, optimizer and schedule. Collective."""
         memory.read(self._reader, trainer.model, trainer.optimizer)
-        values = self._values[trainer.args.process_index if self._is_same_size(trainer) else 0]
-        trainer.lr_scheduler.load_state_dict(values["scheduler"])
-        if values["scaler"] is not None:
-            trainer.accelerator.scaler.load_state_dict(values["scaler"])
-        vars(trainer).update(values["attributes"])
+        trainer.lr_scheduler.load_state_dict(self._values["scheduler"])
+        if self._values["scaler"] is not None:
+            trainer.accelerator.scaler.load_state_dict(self._values["scaler"])
+        vars(trainer).update(self._values["attributes"])
 
-    def restore_losses(self, trainer: Any) -> None:
-        """Continue the sums from which the trainer computes the losses that it logs; remove the folder."""
+    def restore_losses(self, trainer: Any) -> list[float]:
+        """Continue the sums of losses that the trainer will log, and return those of all ranks; remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        losses = [values["losses"] for values in self._values]
-        is_same_size = self._is_same_size(trainer)
-        own = losses[trainer.args.process_index] if is_same_size else losses[0]
-        trainer._total_loss_scalar, trainer._globalstep_last_logged = own[1:]
-        sums = [own[0]] if is_same_size else [loss[0] for loss in losses]
-        trainer._tr_loss += sum(sums) / len(sums)
+        trainer._total_loss_scalar, trainer._globalstep_last_logged = self._values["logged"]
+        sums: list[float] = self._values["losses"]
+        if len(sums) != trainer.args.world_size:
+            sums = [sum(sums) / len(sums)] * trainer.args.world_size
+        trainer._tr_loss += sums[trainer.args.process_index]
+        return sums
 
-    def _is_same_size(self, trainer: Any) -> bool:
-        return len(self._values) == int(trainer.args.world_size)
+    @property
+    def open_step(self) -> OpenStep | None:
+        """The rest of the step, if the trainer had not done it."""
+        saved = self._values["open_step"]
+        return None if saved is None else OpenStep(**saved)

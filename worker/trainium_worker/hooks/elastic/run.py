@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -18,7 +19,7 @@ from trainium_worker.dcp import MemoryReader
 from trainium_worker.dcp.session import open_session
 from trainium_worker.hooks.elastic.checkpoints import check_version, find_checkpoint, read_identity, write_aside
 from trainium_worker.hooks.elastic.identity import Identity, hash_samples
-from trainium_worker.hooks.elastic.memory_state import History, MemoryState, collect_values
+from trainium_worker.hooks.elastic.memory_state import History, MemoryState, OpenStep, collect_values
 from trainium_worker.hooks.elastic.samples import (
     AnswerSeeds,
     Collate,
@@ -66,6 +67,8 @@ class Run:
         """The step from which the run resumes."""
         self.memory_state: MemoryState | None = None
         """The state from which the run resumes, if it is in memory."""
+        self.ignored_keys: list[str] | None = None
+        """What an evaluation leaves out, as the script passes it to `train`."""
         self.own_sampler: Any = None
         """The trainer's own sampler, once it has created one."""
         self.micro_batch: int | None = None
@@ -73,10 +76,14 @@ class Run:
         self.tokens: int | None = None
         """The tokens with a label of the step, over all ranks, if known."""
         self.is_started = self._is_loading = False
+        self.is_catching_up = False
+        """Whether the trainer does what it had not done after the step that it resumes."""
         self._identity: Identity | None = None
         self._ended_step = -1
         self._saved_step = -1
         self._history = History()
+        self._losses = [0.0] * args.world_size
+        """The losses that are not logged, by rank, before the newest step of the optimizer."""
         self._generates = self._check_generation()
         self._set_accumulation()
 
@@ -264,29 +271,86 @@ class Run:
         if reader.step is None or reader.step < step:
             return None
         values = memory.read_values(reader)
-        return MemoryState(reader, values) if values[0]["identity"]["output_dir"] == output_dir else None
+        return MemoryState(reader, values[0]) if values[0]["identity"]["output_dir"] == output_dir else None
+
+    def continue_losses(self) -> None:
+        """Continue the sums of losses, and do what the trainer had not done after the step that it resumes."""
+        state, trainer = self.memory_state, self.trainer
+        if state is None:
+            return
+        self._losses = state.restore_losses(trainer)
+        open_step = state.open_step
+        if open_step is None:
+            return
+        self.is_catching_up = True
+        vars(trainer.control).update(open_step.flags)
+        if open_step.is_epoch_end:
+            self._ended_step = state.step
+        self._end_trainer_step(open_step)
+        if self._is_end_of_epoch and not open_step.is_epoch_end:
+            trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
+            self._end_trainer_step(open_step)
+        self.is_catching_up = False
+
+    def _end_trainer_step(self, step: OpenStep) -> None:
+        trainer, sampler = self.trainer, self.sampler
+        assert sampler is not None, "the run has started"
+        epoch = (trainer.state.global_step - 1) // sampler.steps_per_epoch
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss, step.grad_norm, trainer.model_wrapped, None, epoch, self.ignored_keys, time.time(),
+            learning_rate=step.learning_rate,
+        )  # fmt: skip
 
     # -- end of a step
+
+    def begin_optimizer_step(self) -> None:
+        """Share the losses of the step, then let the optimizer change the state. Collective."""
+        memory.finish()  # its collectives are of the same group
+        session = open_session(None)
+        if session.is_enabled:
+            losses = session.all_gather_tensors(self.trainer._tr_loss.detach().cpu())
+            self._losses = [float(loss) for loss in losses]
+        memory.wait()  # for the save of the step before, so that a fault costs at most one step
+
+    def hold_step(self, grad_norm: Any, learning_rate: float | None) -> None:
+        """Hold the state of a step before the trainer logs, evaluates and saves, all of which may fail."""
+        trainer, control = self.trainer, self.trainer.control
+        is_epoch_end = trainer.state.global_step == self._ended_step
+        flags = {name: getattr(control, name) for name in ("should_log", "should_evaluate", "should_save")}
+        if self.is_catching_up or not (any(flags.values()) or (self._is_end_of_epoch and not is_epoch_end)):
+            return
+        norm = None if grad_norm is None else float(grad_norm)
+        values = self._collect(self._losses, OpenStep(flags, norm, learning_rate, is_epoch_end))
+        memory.hold(trainer.state.global_step, trainer.model, trainer.optimizer, values, same_values=True)
 
     def end_step(self, model: Any, trial: Any) -> None:
         """Save the state of a completed step to memory, and stop if the job requests it.
 
         The trainer calls it after each step, and again after an epoch, whose evaluation and save come last.
         """
-        trainer, sampler = self.trainer, self.sampler
-        step = trainer.state.global_step
-        assert sampler is not None, "the trainer has its loader"
-        assert self._identity is not None, "the run has started"
+        trainer, step = self.trainer, self.trainer.state.global_step
         was_called, self._ended_step = step == self._ended_step, step
-        if was_called == (step % sampler.steps_per_epoch != 0):
+        if was_called != self._is_end_of_epoch:
             return
-        memory.save(step, trainer.model, trainer.optimizer, collect_values(trainer, self._identity, self._history))
-        if trainium_worker.should_stop() and step < trainer.state.max_steps:
+        stops = trainium_worker.should_stop() and step < trainer.state.max_steps
+        is_logged = trainer._globalstep_last_logged == step
+        values = self._collect([0.0] * len(self._losses) if is_logged else self._losses, None)
+        memory.save(step, trainer.model, trainer.optimizer, values, same_values=True)
+        if stops:
             memory.wait()
             if self._saved_step != step:
                 trainer._save_checkpoint(model, trial)
                 trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
             raise SystemExit(trainium_worker.STOPPED)
+
+    def _collect(self, losses: list[float], open_step: OpenStep | None) -> Callable[[], dict[str, Any]]:
+        assert self._identity is not None, "the run has started"
+        return collect_values(self.trainer, self._identity, self._history, losses, open_step)
+
+    @property
+    def _is_end_of_epoch(self) -> bool:
+        assert self.sampler is not None, "the trainer has its loader"
+        return bool(self.trainer.state.global_step % self.sampler.steps_per_epoch == 0)
 
     @contextlib.contextmanager
     def saving(self, trial: Any) -> Iterator[None]:

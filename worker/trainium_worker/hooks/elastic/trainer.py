@@ -98,8 +98,13 @@ class _ElasticMethods:
             raise ValueError(
                 "an elastic trainer has one run: search hyperparameters with a trainer that is not elastic"
             )
+        self._elastic.ignored_keys = kwargs.get("ignore_keys_for_eval")
         folder = self._elastic.start(resume_from_checkpoint)
-        result = super().train(folder, trial, **kwargs)  # type: ignore[misc]
+        try:
+            result = super().train(folder, trial, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            memory.write_held()
+            raise
         memory.wait()
         return result
 
@@ -117,7 +122,7 @@ class _ElasticMethods:
 
     def _run_epoch(self: Any, *args: Any, **kwargs: Any) -> None:
         """Train no step after the last one, if a fault came between it and the end of the program."""
-        if self.state.global_step >= self.state.max_steps:
+        if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
@@ -145,6 +150,7 @@ class _ElasticMethods:
         self: Any, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
         self._elastic.micro_batch = None
+        self._elastic.hold_step(grad_norm, kwargs.get("learning_rate"))
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)  # type: ignore[misc]
         self._elastic.end_step(model, trial)
 
@@ -185,15 +191,14 @@ class _Reports(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Continue the sums of losses."""
-        if self._run.memory_state is not None:
-            self._run.memory_state.restore_losses(self._run.trainer)
+        """Continue the sums of losses, and end the step that the run resumes."""
+        self._run.continue_losses()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wait for the save of the step before, so that a fault costs at most one step."""
-        memory.wait()
+        """Let the optimizer change the state."""
+        self._run.begin_optimizer_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report a step."""
@@ -211,7 +216,8 @@ class _Reports(TrainerCallback):
         figures = select_figures(kwargs.get("logs", {}))
         if not figures or not state.global_step:
             return
-        trainium_worker.step(state.global_step, **figures)
+        if not self._run.is_catching_up:  # the agent would take the step for one that is computed again
+            trainium_worker.step(state.global_step, **figures)
         if state.is_world_process_zero and "loss" in figures:
             append_metrics(Path(str(args.output_dir)), state.global_step, figures)
 
