@@ -24,8 +24,8 @@ from trainium_operator.plan.model.grant import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods import disruption_budget, gang_policy, refused_pods, replicas
 from trainium_operator.plan.report import events, reconciled, summary, write_throttle
+from trainium_operator.plan.view.context import PlanContext, build_context, pin_running_image
 from trainium_operator.plan.view.corrected_status import correct_status
-from trainium_operator.plan.view.facts import Facts, build_facts, pin_running_image
 from trainium_operator.plan.view.size import decide_size, find_size_within_quota
 from trainium_operator.plan.view.workers import RECONNECT_SECONDS, add_last_reports
 
@@ -50,159 +50,159 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     size = decide_size(observed.job.spec)
     observed = correct_status(add_last_reports(observed), size)
     used_features = tuple(feature for feature in registry.FEATURES if feature.is_used(observed, settings))
-    facts = build_facts(observed, pin_running_image(observed, settings), size, used_features)
+    context = build_context(observed, pin_running_image(observed, settings), size, used_features)
     if conditions.is_terminal(observed.job.status):
-        return _finalize(facts, _plan_ended(facts))
-    diagnosis = diagnose(facts)
-    result = _build_initial_result(facts, diagnosis)
-    if completion.have_all_finished(facts):
-        return _finalize(facts, _plan_completion(completion.rewind_to_end(facts), result))
+        return _finalize(context, _plan_ended(context))
+    diagnosis = diagnose(context)
+    result = _build_initial_result(context, diagnosis)
+    if completion.have_all_finished(context):
+        return _finalize(context, _plan_completion(completion.rewind_to_end(context), result))
     if stopping.is_ending(result.status):
-        return _finalize(facts, _plan_deadline(facts, result))
-    verdict = failure_policy.reach_verdict(facts)
+        return _finalize(context, _plan_deadline(context, result))
+    verdict = failure_policy.reach_verdict(context)
     if verdict is not None:
-        return _finalize(facts, _plan_failure(completion.rewind_to_end(facts), result, verdict))
-    is_unadmitted = facts.grant is not None and facts.grant.releases_workers
-    if not (facts.job.spec.suspend or is_unadmitted):
+        return _finalize(context, _plan_failure(completion.rewind_to_end(context), result, verdict))
+    is_unadmitted = context.grant is not None and context.grant.releases_workers
+    if not (context.job.spec.suspend or is_unadmitted):
         lost_uids = [failed.member.pod_uid for failed in diagnosis.failed_members]
-        result = result.combine(in_place_restarts.record_restarts(facts, result.status, lost_uids=lost_uids))
+        result = result.combine(in_place_restarts.record_restarts(context, result.status, lost_uids=lost_uids))
         result = result.replace_status(
-            interruptions.record_failed_members(facts, result.status, diagnosis.failed_members)
+            interruptions.record_failed_members(context, result.status, diagnosis.failed_members)
         )
-    result = result.replace_status(recovery.close_recovered(facts, result.status))
-    verdict = failure_policy.judge_budgets(facts, result.status)
+    result = result.replace_status(recovery.close_recovered(context, result.status))
+    verdict = failure_policy.judge_budgets(context, result.status)
     if verdict is not None:
-        result = result.combine(summary.summarize(facts, result.status))
-        return _finalize(facts, result.combine(completion.stop(facts, result.status, verdict)))
-    result = result.combine(stopping.watch_deadlines(facts, result.status))
+        result = result.combine(summary.summarize(context, result.status))
+        return _finalize(context, result.combine(completion.stop(context, result.status, verdict)))
+    result = result.combine(stopping.watch_deadlines(context, result.status))
     if stopping.is_ending(result.status):
-        return _finalize(facts, _plan_deadline(facts, result))
-    return _finalize(facts, _plan_active(facts, result, diagnosis.failed_members))
+        return _finalize(context, _plan_deadline(context, result))
+    return _finalize(context, _plan_active(context, result, diagnosis.failed_members))
 
 
-def _plan_completion(facts: Facts, result: PolicyResult) -> PolicyResult:
+def _plan_completion(context: PlanContext, result: PolicyResult) -> PolicyResult:
     """Return the plan once every member has finished; the last heartbeats may be from a time without an operator."""
-    result = result.combine(in_place_restarts.record_restarts(facts, result.status))
-    result = result.replace_status(_close_all(facts, result.status))
-    result = result.combine(summary.summarize(facts, result.status))
-    return result.combine(completion.complete(facts, result.status))
+    result = result.combine(in_place_restarts.record_restarts(context, result.status))
+    result = result.replace_status(_close_all(context, result.status))
+    result = result.combine(summary.summarize(context, result.status))
+    return result.combine(completion.complete(context, result.status))
 
 
-def _plan_failure(facts: Facts, result: PolicyResult, verdict: StopVerdict) -> PolicyResult:
+def _plan_failure(context: PlanContext, result: PolicyResult, verdict: StopVerdict) -> PolicyResult:
     """Return the plan for a verdict that workers report; its last heartbeats may be from a time without an operator.
 
     Just after a start of the operator it waits for them, because the final figures are in those of all members.
     """
-    if not summary.have_members_reported(facts):
-        reports_by = facts.observed.coordinator_since + RECONNECT_SECONDS
+    if not summary.have_members_reported(context):
+        reports_by = context.observed.coordinator_since + RECONNECT_SECONDS
         return result.combine(PolicyResult(status=result.status, requeue_at=(reports_by,)))
-    result = result.combine(in_place_restarts.record_restarts(facts, result.status))
-    result = result.replace_status(recovery.close_recovered(facts, result.status))
-    result = result.combine(summary.summarize(facts, result.status))
-    return result.combine(completion.stop(facts, result.status, verdict))
+    result = result.combine(in_place_restarts.record_restarts(context, result.status))
+    result = result.replace_status(recovery.close_recovered(context, result.status))
+    result = result.combine(summary.summarize(context, result.status))
+    return result.combine(completion.stop(context, result.status, verdict))
 
 
-def _plan_ended(facts: Facts) -> PolicyResult:
-    result = completion.clean_up(facts, facts.job.status)
-    for feature in facts.features:
-        result = result.combine(feature.finish(facts, result.status))
-    return result.combine(completion.record_spec_change(facts, result.status))
+def _plan_ended(context: PlanContext) -> PolicyResult:
+    result = completion.clean_up(context, context.job.status)
+    for feature in context.features:
+        result = result.combine(feature.finish(context, result.status))
+    return result.combine(completion.record_spec_change(context, result.status))
 
 
-def _plan_deadline(facts: Facts, result: PolicyResult) -> PolicyResult:
+def _plan_deadline(context: PlanContext, result: PolicyResult) -> PolicyResult:
     """Return the plan once a deadline ends the job: no other policy decides any more."""
-    result = result.replace_status(_close_all(facts, result.status))
-    result = _summarize_unless_stale(facts, result)
-    return result.combine(stopping.stop_after_deadline(facts, result.status))
+    result = result.replace_status(_close_all(context, result.status))
+    result = _summarize_unless_stale(context, result)
+    return result.combine(stopping.stop_after_deadline(context, result.status))
 
 
-def _plan_active(facts: Facts, result: PolicyResult, failed_members: tuple[FailedMember, ...]) -> PolicyResult:
+def _plan_active(context: PlanContext, result: PolicyResult, failed_members: tuple[FailedMember, ...]) -> PolicyResult:
     """Return the plan of a job that is to run, or to wait until it may."""
-    result = result.combine(replicas.reconcile_configuration(facts, result.status))
-    for feature in facts.features:
-        result = result.combine(feature.reconcile_before_pods(facts, result.status))
-    if facts.job.spec.suspend:
-        result = result.combine(stopping.suspend(facts, recovery.release_generation(facts, result.status)))
-    elif facts.grant is not None and facts.grant.releases_workers:
+    result = result.combine(replicas.reconcile_configuration(context, result.status))
+    for feature in context.features:
+        result = result.combine(feature.reconcile_before_pods(context, result.status))
+    if context.job.spec.suspend:
+        result = result.combine(stopping.suspend(context, recovery.release_generation(context, result.status)))
+    elif context.grant is not None and context.grant.releases_workers:
         result = result.replace_status(
-            stopping.clear_suspended(facts, recovery.release_generation(facts, result.status))
+            stopping.clear_suspended(context, recovery.release_generation(context, result.status))
         )
-        result = result.combine(stopping.delete_workers(facts, result.status))
+        result = result.combine(stopping.delete_workers(context, result.status))
     else:
-        result = _plan_workers(facts, result, failed_members)
-    for feature in facts.features:
-        result = result.combine(feature.reconcile(facts, result.status))
-    return _summarize_unless_stale(facts, result.combine(summary.count_outdated_pods(facts, result.status)))
+        result = _plan_workers(context, result, failed_members)
+    for feature in context.features:
+        result = result.combine(feature.reconcile(context, result.status))
+    return _summarize_unless_stale(context, result.combine(summary.count_outdated_pods(context, result.status)))
 
 
-def _plan_workers(facts: Facts, result: PolicyResult, failed_members: tuple[FailedMember, ...]) -> PolicyResult:
+def _plan_workers(context: PlanContext, result: PolicyResult, failed_members: tuple[FailedMember, ...]) -> PolicyResult:
     """Decide which workers train, and reconcile the pods for them."""
-    result = result.replace_status(stopping.clear_suspended(facts, result.status))
-    result = result.combine(stragglers.find_stragglers(facts, result.status))
+    result = result.replace_status(stopping.clear_suspended(context, result.status))
+    result = result.combine(stragglers.find_stragglers(context, result.status))
     failed_uids = frozenset(failed.member.pod_uid for failed in failed_members)
-    for feature in facts.features:
-        result = result.combine(feature.resize(facts, result.status, failed_uids))
-    result = result.combine(_start_or_keep_generation(facts, result.status, failed_members))
-    withheld, released = gang_policy.withhold_pods(facts, result.status)
+    for feature in context.features:
+        result = result.combine(feature.resize(context, result.status, failed_uids))
+    result = result.combine(_start_or_keep_generation(context, result.status, failed_members))
+    withheld, released = gang_policy.withhold_pods(context, result.status)
     result = result.combine(released)
-    return result if withheld else result.combine(replicas.reconcile_pods(facts, result.status, failed_members))
+    return result if withheld else result.combine(replicas.reconcile_pods(context, result.status, failed_members))
 
 
 def _start_or_keep_generation(
-    facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]
+    context: PlanContext, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]
 ) -> PolicyResult:
     """Start the new generation, or keep the current one published and close entries that it has outlived."""
-    decision = decisions.decide_generation(facts, status, failed_members)
+    decision = decisions.decide_generation(context, status, failed_members)
     decided = PolicyResult(status=decision.status, requeue_at=decision.requeue_at)
     if decision.new is not None:
-        return decided.combine(generation.start_generation(facts, decision.status, decision.new))
-    status = decision.status if failed_members else recovery.close_lapsed(facts, decision.status)
-    return decided.combine(PolicyResult(status=status, actions=generation.republish_membership(facts)))
+        return decided.combine(generation.start_generation(context, decision.status, decision.new))
+    status = decision.status if failed_members else recovery.close_lapsed(context, decision.status)
+    return decided.combine(PolicyResult(status=status, actions=generation.republish_membership(context)))
 
 
-def _close_all(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    return recovery.close_abandoned(facts, recovery.close_recovered(facts, status))
+def _close_all(context: PlanContext, status: TrainingJobStatus) -> TrainingJobStatus:
+    return recovery.close_abandoned(context, recovery.close_recovered(context, status))
 
 
-def _summarize_unless_stale(facts: Facts, result: PolicyResult) -> PolicyResult:
+def _summarize_unless_stale(context: PlanContext, result: PolicyResult) -> PolicyResult:
     """Add the summary, unless the status names a newer generation than this process's record.
 
     Either the record is about to be written, and the next plan counts; or another operator wrote it, and these counts
     would overwrite its counts repeatedly.
     """
-    if facts.current is not None and facts.current.generation < facts.job.status.membership.generation:
+    if context.current is not None and context.current.generation < context.job.status.membership.generation:
         return result
-    return result.combine(summary.summarize(facts, result.status))
+    return result.combine(summary.summarize(context, result.status))
 
 
-def _build_initial_result(facts: Facts, diagnosis: Diagnosis) -> PolicyResult:
+def _build_initial_result(context: PlanContext, diagnosis: Diagnosis) -> PolicyResult:
     """Return the result of the spec and of the diagnosis alone."""
-    size, status = facts.size, facts.job.status
+    size, status = context.size, context.job.status
     legal = size.desired > 0 and size.reason in (Reason.AS_REQUESTED, Reason.NODES_IN_RESERVE)
-    status = interruptions.correct_counts(status).replaced(observed_generation=facts.job.generation)
+    status = interruptions.correct_counts(status).replaced(observed_generation=context.job.generation)
     kind = ConditionType.SIZE_LEGAL
-    status = conditions.set_condition(status, kind, legal, size.reason, size.message, now=facts.now)
-    status = summary.record_compiled_sizes(facts, status)
-    desired = _limit_size_to_quota(facts) or status.desired
-    status = summary.set_nodes_healthy(facts, decisions.record_size_request(facts, status, desired))
-    avoided = failure_budgets.list_avoided_nodes(status.failures, facts.now)
+    status = conditions.set_condition(status, kind, legal, size.reason, size.message, now=context.now)
+    status = summary.record_compiled_sizes(context, status)
+    desired = _limit_size_to_quota(context) or status.desired
+    status = summary.set_nodes_healthy(context, decisions.record_size_request(context, status, desired))
+    avoided = failure_budgets.list_avoided_nodes(status.failures, context.now)
     status = status.replaced(
         desired=desired,
         idle_nodes=status.idle_nodes.replaced(taken=0),
-        avoided_nodes=refused_pods.add_refusing_nodes(avoided, status, facts.now),
+        avoided_nodes=refused_pods.add_refusing_nodes(avoided, status, context.now),
         leaving_since=diagnosis.leaving_since,
     )
-    requeue_at = facts.problems_count_at + diagnosis.requeue_at
+    requeue_at = context.problems_count_at + diagnosis.requeue_at
     return PolicyResult(status=status, events=diagnosis.events, requeue_at=requeue_at)
 
 
-def _limit_size_to_quota(facts: Facts) -> int:
+def _limit_size_to_quota(context: PlanContext) -> int:
     """Return the size to work towards: the spec's, unless a queue grants less."""
-    if facts.grant is None or facts.grant.releases_workers:
-        return facts.size.desired
-    if facts.grant.state is AdmissionState.UNKNOWN:
-        return facts.job.status.desired or facts.size.desired
-    return find_size_within_quota(facts.size, facts.grant.workers)
+    if context.grant is None or context.grant.releases_workers:
+        return context.size.desired
+    if context.grant.state is AdmissionState.UNKNOWN:
+        return context.job.status.desired or context.size.desired
+    return find_size_within_quota(context.size, context.grant.workers)
 
 
 def _has_open_interruption(status: PublicStatus) -> bool:
@@ -210,27 +210,27 @@ def _has_open_interruption(status: PublicStatus) -> bool:
     return any(entry.recovered_seconds is None for entry in status.history)
 
 
-def _finalize(facts: Facts, result: PolicyResult) -> Plan:
+def _finalize(context: PlanContext, result: PolicyResult) -> Plan:
     """Return the complete plan with the status to write now."""
-    result = result.combine(disruption_budget.limit_disruptions(facts, result.status))
-    for feature in facts.features:
-        result = result.combine(feature.finalize(facts, result.status))
-    if not conditions.is_terminal(facts.job.status):
-        result = result.combine(reconciled.report_differences(facts, result.status))
+    result = result.combine(disruption_budget.limit_disruptions(context, result.status))
+    for feature in context.features:
+        result = result.combine(feature.finalize(context, result.status))
+    if not conditions.is_terminal(context.job.status):
+        result = result.combine(reconciled.report_differences(context, result.status))
     if conditions.is_terminal(result.status):
-        result = result.combine(completion.delete_after_ttl(facts, result.status))
-    old, status = facts.job.status, result.status
+        result = result.combine(completion.delete_after_ttl(context, result.status))
+    old, status = context.job.status, result.status
     if not conditions.is_terminal(old):
-        status = summary.set_standard_conditions(status, facts.now)
+        status = summary.set_standard_conditions(status, context.now)
     new_events = result.events + events.list_events(old, status)
     requeue_at = list(result.requeue_at)
     is_resized = status.membership.size != old.membership.size
     has_acted = bool(result.actions) or is_resized or _has_open_interruption(old) != _has_open_interruption(status)
     if has_acted and not conditions.is_terminal(status):
         # The next plan writes the consequences of the outcome: counts, conditions.
-        requeue_at.append(facts.now)
-    write_at = write_throttle.find_next_write(facts, old, status)
-    if facts.now < write_at:
+        requeue_at.append(context.now)
+    write_at = write_throttle.find_next_write(context, old, status)
+    if context.now < write_at:
         requeue_at.append(write_at)
         status = old
     next_at = min(requeue_at, default=None)
@@ -239,5 +239,5 @@ def _finalize(facts: Facts, result: PolicyResult) -> Plan:
         actions=result.actions,
         # Events follow from the status: without a write of it none is new.
         events=() if status == old else new_events,
-        requeue_after=None if next_at is None else max(_MIN_REQUEUE_SECONDS, next_at - facts.now),
+        requeue_after=None if next_at is None else max(_MIN_REQUEUE_SECONDS, next_at - context.now),
     )

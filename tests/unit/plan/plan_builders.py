@@ -24,7 +24,7 @@ from trainium_operator.plan.model.observed import (
     PodView,
 )
 from trainium_operator.plan.pods import disruption_budget
-from trainium_operator.plan.view.facts import Facts, build_facts
+from trainium_operator.plan.view.context import PlanContext, build_context
 from trainium_operator.plan.view.size import decide_size
 
 NOW = 1_800_000_000.0
@@ -271,9 +271,9 @@ def with_status(observed: Observed, status: TrainingJobStatus | None = None, **f
     return with_job(observed, status=base.model_copy(update=fields) if fields else base)
 
 
-def facts(observed: Observed) -> Facts:
-    """Return the facts that policies get of an observation."""
-    return build_facts(observed, SETTINGS, decide_size(observed.job.spec), registry.FEATURES)
+def context(observed: Observed) -> PlanContext:
+    """Return the context that policies get of an observation."""
+    return build_context(observed, SETTINGS, decide_size(observed.job.spec), registry.FEATURES)
 
 
 def interruption(response: RecoveryResponse, *, ago: float, took: float | None = 10.0, **changes: Any) -> Interruption:

@@ -85,7 +85,7 @@ def find_mutation(depth: int, transitions: tuple[Transition, ...], model: str = 
 
 def test_a_generation_number_that_is_used_twice_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        generation, "compute_next_generation", lambda facts: max(1, facts.job.status.membership.generation)
+        generation, "compute_next_generation", lambda context: max(1, context.job.status.membership.generation)
     )
     violation = find_mutation(2, (*FAULTS, *TIME)).violation
     assert violation is not None
@@ -96,8 +96,8 @@ def test_a_generation_number_that_is_used_twice_is_found_at_once(monkeypatch: py
 def test_a_restart_counted_repeatedly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     record_restarts = in_place_restarts.record_restarts
 
-    def record_without_attempt(facts: Any, status: Any, *, lost_uids: Any) -> Any:
-        result = record_restarts(facts, status, lost_uids=lost_uids)
+    def record_without_attempt(context: Any, status: Any, *, lost_uids: Any) -> Any:
+        result = record_restarts(context, status, lost_uids=lost_uids)
         return result.replace_status(result.status.replaced(membership=status.membership))
 
     monkeypatch.setattr(in_place_restarts, "record_restarts", record_without_attempt)
@@ -125,7 +125,7 @@ def test_a_rigid_job_that_shrinks_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_unfinished_decision_is_found_by_the_liveness_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "finish_decided_generation", lambda _facts, status: Decision(status=status))
+    monkeypatch.setattr(decisions, "finish_decided_generation", lambda _context, status: Decision(status=status))
     lost = [transition for transition in FAULTS if transition.name == "the spare's node is lost"]
     up = [transition.with_operator_death(1) for transition in USER_CHANGES if transition.name == "the user scales up"]
     violation = find_mutation(2, (*lost, *up)).violation

@@ -13,7 +13,7 @@ from tests.unit.plan.plan_cluster import FakeCluster
 from tests.unit.plan.plan_results import make_plan
 from trainium_contract.status.conditions import Phase
 from trainium_operator.plan.features import registry
-from trainium_operator.plan.view.facts import Feature
+from trainium_operator.plan.view.context import Feature
 
 ROOT = Path(trainium_operator.__file__).parent
 MODULES = sorted(path.stem for path in (ROOT / "plan/features").iterdir() if not path.name.startswith("__"))

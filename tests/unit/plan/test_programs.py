@@ -22,7 +22,7 @@ from trainium_operator.plan.manifests.config_maps import build_config_map
 from trainium_operator.plan.manifests.worker_pod import build_worker_pods, compute_template_hash
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.facts import pin_running_image
+from trainium_operator.plan.view.context import pin_running_image
 from trainium_operator.plan.view.size import decide_size
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
     from trainium_contract.wire.messages import HeartbeatRequest, Member, ProcessFailure
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
     from trainium_operator.plan.view.workers import Worker
 
 MAX_START_FAILURES = 2
@@ -97,28 +97,28 @@ class StopVerdict:
     node: str = ""
 
 
-def reach_verdict(facts: Facts) -> StopVerdict | None:
+def reach_verdict(context: PlanContext) -> StopVerdict | None:
     """Return the verdict that follows from what workers report or from the spec, if there is one."""
     return (
-        _judge_size(facts)
-        or _judge_processes(facts)
-        or _judge_preflights(facts)
-        or _judge_pods(facts)
-        or _judge_nodes(facts)
-        or _judge_crashes_before_any_step(facts)
-        or _judge_repeated_crash(facts)
-        or _judge_start_failures(facts)
+        _judge_size(context)
+        or _judge_processes(context)
+        or _judge_preflights(context)
+        or _judge_pods(context)
+        or _judge_nodes(context)
+        or _judge_crashes_before_any_step(context)
+        or _judge_repeated_crash(context)
+        or _judge_start_failures(context)
     )
 
 
-def find_start_failures(facts: Facts) -> tuple[Worker, ...]:
+def find_start_failures(context: PlanContext) -> tuple[Worker, ...]:
     """Return workers whose own program ended before the job made any step.
 
     They are kept as evidence and for their logs.
     """
-    if facts.has_progress:
+    if context.has_progress:
         return ()
-    return tuple(worker for worker in facts.non_members if _has_failed(worker) and has_failed_by_itself(worker.pod))
+    return tuple(worker for worker in context.non_members if _has_failed(worker) and has_failed_by_itself(worker.pod))
 
 
 def _build_verdict(
@@ -151,41 +151,43 @@ def _build_verdict(
     return StopVerdict(reason=reason, cause=cause, message=sentence, pod=pod, node=node)
 
 
-def _judge_size(facts: Facts) -> StopVerdict | None:
+def _judge_size(context: PlanContext) -> StopVerdict | None:
     """Stop a job of an impossible size that has never run; a running one keeps its size."""
-    if facts.size.desired > 0 or facts.observed.membership is not None:
+    if context.size.desired > 0 or context.observed.membership is not None:
         return None
-    return StopVerdict(reason=facts.size.reason, cause=Cause.USER_ERROR, message=facts.size.message)
+    return StopVerdict(reason=context.size.reason, cause=Cause.USER_ERROR, message=context.size.message)
 
 
-def _judge_processes(facts: Facts) -> StopVerdict | None:
+def _judge_processes(context: PlanContext) -> StopVerdict | None:
     """Return the verdict on the first failure in this generation, by its clock, that asks to stop."""
     stopping = [
         stopping
-        for member, heartbeat in facts.heartbeats
-        for stopping in _list_stopping_failures(facts, heartbeat, member.pod_name, member.node_name)
+        for member, heartbeat in context.heartbeats
+        for stopping in _list_stopping_failures(context, heartbeat, member.pod_name, member.node_name)
     ]
     if not stopping:
         return None
     first = min(stopping, key=lambda each: (each.failure.at, each.failure.rank))
-    return _judge_origin(facts, first, {each.failure.rank: each for each in stopping})
+    return _judge_origin(context, first, {each.failure.rank: each for each in stopping})
 
 
-def _judge_origin(facts: Facts, first: _StoppingFailure, by_rank: Mapping[int, _StoppingFailure]) -> StopVerdict:
+def _judge_origin(
+    context: PlanContext, first: _StoppingFailure, by_rank: Mapping[int, _StoppingFailure]
+) -> StopVerdict:
     """Return the verdict on the rank that the first report names.
 
     All ranks report a value that one of them has put into a sum.
     """
     classification, failure = first.classification, first.failure
     origin = parse_nonfinite_rank(failure.message) if classification.cause is Cause.NUMERICAL else None
-    if origin is None or origin == failure.rank or facts.current is None:
+    if origin is None or origin == failure.rank or context.current is None:
         return _judge_failure(first)
     if origin in by_rank:
         return _judge_failure(by_rank[origin])
-    node_rank = origin // max(1, facts.current.processes_per_node)
-    if node_rank >= len(facts.current.members):
+    node_rank = origin // max(1, context.current.processes_per_node)
+    if node_rank >= len(context.current.members):
         return _judge_failure(first)
-    member = facts.current.members[node_rank]
+    member = context.current.members[node_rank]
     message = (
         f"{classification.sentence}: rank {origin} of pod {member.pod_name} on node {member.node_name}, as rank "
         f"{failure.rank} of pod {first.pod} reports, {format_signs(failure)}: {failure.message}"
@@ -193,10 +195,10 @@ def _judge_origin(facts: Facts, first: _StoppingFailure, by_rank: Mapping[int, _
     return _build_classified_verdict(classification, message, member.pod_name, member.node_name)
 
 
-def _judge_preflights(facts: Facts) -> StopVerdict | None:
+def _judge_preflights(context: PlanContext) -> StopVerdict | None:
     """Return the verdict on a preflight that found an error which no other node can fix: an invalid configuration."""
-    for worker in facts.non_members:
-        heartbeat, given_up = worker.heartbeat, find_give_up_failure(facts, worker)
+    for worker in context.non_members:
+        heartbeat, given_up = worker.heartbeat, find_give_up_failure(context, worker)
         if heartbeat is not None and given_up is not None and given_up[1].response is Response.STOP:
             failure, classification = given_up
             return _judge_failure(
@@ -206,13 +208,13 @@ def _judge_preflights(facts: Facts) -> StopVerdict | None:
 
 
 def _list_stopping_failures(
-    facts: Facts, heartbeat: HeartbeatRequest, pod: str, node: str
+    context: PlanContext, heartbeat: HeartbeatRequest, pod: str, node: str
 ) -> Iterator[_StoppingFailure]:
     """Yield the failures of this generation that ask to stop.
 
     An agent gave up with one because the first response did not help.
     """
-    rules = facts.job.spec.recovery.rules
+    rules = context.job.spec.recovery.rules
     for failure in heartbeat.failures:
         if failure.generation == heartbeat.generation:
             classification = classify_process_failure(heartbeat, failure, rules)
@@ -251,9 +253,9 @@ def _build_classified_verdict(
     return _build_verdict(reason, cause, message, failure=failure, advice=advice, pod=pod, node=node)
 
 
-def _judge_pods(facts: Facts) -> StopVerdict | None:
-    rules = facts.job.spec.recovery.rules
-    for worker in facts.workers.values():
+def _judge_pods(context: PlanContext) -> StopVerdict | None:
+    rules = context.job.spec.recovery.rules
+    for worker in context.workers.values():
         pod = worker.pod
         if not _has_failed(worker):
             continue
@@ -268,10 +270,10 @@ def _judge_pods(facts: Facts) -> StopVerdict | None:
     return None
 
 
-def _judge_nodes(facts: Facts) -> StopVerdict | None:
+def _judge_nodes(context: PlanContext) -> StopVerdict | None:
     """Return the verdict on a node's condition or taint that a rule of the job makes a reason to stop."""
-    rules = facts.job.spec.recovery.rules
-    for member, worker in facts.members if rules else ():
+    rules = context.job.spec.recovery.rules
+    for member, worker in context.members if rules else ():
         match = find_stopping_signal(worker.node, rules) if worker is not None and worker.node is not None else None
         if match is not None:
             problem, classification = match
@@ -281,11 +283,11 @@ def _judge_nodes(facts: Facts) -> StopVerdict | None:
     return None
 
 
-def _judge_crashes_before_any_step(facts: Facts) -> StopVerdict | None:
+def _judge_crashes_before_any_step(context: PlanContext) -> StopVerdict | None:
     """Return the verdict on processes that crash before their first step, in a job that has never made one."""
-    if facts.has_progress:
+    if context.has_progress:
         return None
-    for member, failure in _list_crashed_members(facts):
+    for member, failure in _list_crashed_members(context):
         if failure.step > 0 or is_killed(failure.exit_code):
             continue
         text = "The training process crashed before its first step and again after a restart:"
@@ -301,20 +303,20 @@ def _build_crash_verdict(text: str, member: Member, failure: ProcessFailure, adv
     )
 
 
-def _judge_repeated_crash(facts: Facts) -> StopVerdict | None:
+def _judge_repeated_crash(context: PlanContext) -> StopVerdict | None:
     """Return the verdict on a program that crashes as it did before its worker was replaced, without a new step since.
 
     A program that a signal ended gave no reason, so such crashes are never the same.
     """
-    workload = facts.job.spec.workload
+    workload = context.job.spec.workload
     replaced = [
         entry
-        for entry in facts.job.status.history
+        for entry in context.job.status.history
         if entry.is_open and entry.cause is Cause.CRASH and entry.response is not RecoveryResponse.IN_PLACE
     ]
     if workload.explains_exits or not replaced:
         return None
-    for member, failure in _list_crashed_members(facts):
+    for member, failure in _list_crashed_members(context):
         if failure.exit_code > SIGNAL_BASE:
             continue
         error = failure.message.partition("\n")[0][:_COMPARED_CHARACTERS]
@@ -334,18 +336,18 @@ def _judge_repeated_crash(facts: Facts) -> StopVerdict | None:
     return None
 
 
-def _list_crashed_members(facts: Facts) -> Iterator[tuple[Member, ProcessFailure]]:
+def _list_crashed_members(context: PlanContext) -> Iterator[tuple[Member, ProcessFailure]]:
     """Yield the members whose agents gave up because of a crash."""
-    for member, heartbeat in facts.heartbeats:
+    for member, heartbeat in context.heartbeats:
         failure = heartbeat.verdict
         if failure is None:
             continue
-        if classify_process_failure(heartbeat, failure, facts.job.spec.recovery.rules).cause is Cause.CRASH:
+        if classify_process_failure(heartbeat, failure, context.job.spec.recovery.rules).cause is Cause.CRASH:
             yield member, failure
 
 
-def _judge_start_failures(facts: Facts) -> StopVerdict | None:
-    failed = find_start_failures(facts)
+def _judge_start_failures(context: PlanContext) -> StopVerdict | None:
+    failed = find_start_failures(context)
     if len(failed) < MAX_START_FAILURES:
         return None
     pod = failed[-1].pod
@@ -359,13 +361,13 @@ def _judge_start_failures(facts: Facts) -> StopVerdict | None:
     )
 
 
-def judge_budgets(facts: Facts, status: TrainingJobStatus) -> StopVerdict | None:
+def judge_budgets(context: PlanContext, status: TrainingJobStatus) -> StopVerdict | None:
     """Return the verdict that follows from the failures counted so far, including those of this plan."""
-    message = describe_exhausted_budget(status.failures, facts.job.spec.recovery, facts.now)
+    message = describe_exhausted_budget(status.failures, context.job.spec.recovery, context.now)
     if message is None:
         return None
     last = status.failures[-1]
-    node, seen = _find_last_output(facts, status, last.pod)
+    node, seen = _find_last_output(context, status, last.pod)
     text = f"{message}. Last seen: {seen}" if seen else message
     advice = _ADVICE[Reason.BUDGET_EXHAUSTED]
     if last.cause in (Cause.LOCAL_STORAGE, Cause.OUT_OF_MEMORY):
@@ -373,13 +375,13 @@ def judge_budgets(facts: Facts, status: TrainingJobStatus) -> StopVerdict | None
     return _build_verdict(Reason.BUDGET_EXHAUSTED, last.cause, text, advice=advice, pod=last.pod, node=node)
 
 
-def _find_last_output(facts: Facts, status: PublicStatus, pod: str) -> tuple[str, str]:
+def _find_last_output(context: PlanContext, status: PublicStatus, pod: str) -> tuple[str, str]:
     """Return node and last output of the pod that failed last, because its log is deleted with it."""
     faults = [entry for entry in status.history if entry.message and entry.response not in PLANNED_RESPONSES]
     named = next((entry for entry in reversed(faults) if entry.pod == pod), None)
     if named is not None:
         return named.node, named.message
-    worker = next((each for each in facts.workers.values() if pod and each.pod.name == pod), None)
+    worker = next((each for each in context.workers.values() if pod and each.pod.name == pod), None)
     if worker is not None:
         given_up = worker.heartbeat.verdict if worker.heartbeat is not None else None
         output = given_up.message if given_up is not None else worker.pod.message

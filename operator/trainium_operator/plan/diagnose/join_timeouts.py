@@ -14,24 +14,26 @@ from trainium_operator.plan.diagnose.failed_member import FailedMember
 
 if TYPE_CHECKING:
     from trainium_contract.wire.messages import Member
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
     from trainium_operator.plan.view.workers import Worker
 
 
-def detect_join_timeout(facts: Facts, member: Member, worker: Worker, join_by: float | None) -> FailedMember | None:
+def detect_join_timeout(
+    context: PlanContext, member: Member, worker: Worker, join_by: float | None
+) -> FailedMember | None:
     """Return the failure of a member that has not joined by `join_by` (Unix seconds), see `find_join_deadlines`.
 
     It failed when the others began to wait for it, by the operator's clock; the message states for how long they have
     waited.
     """
-    if join_by is None or facts.now < join_by:
+    if join_by is None or context.now < join_by:
         return None
-    seconds = facts.now - join_by + _join_limit_seconds(facts)
+    seconds = context.now - join_by + _join_limit_seconds(context)
     return FailedMember(
         member=member,
         worker=worker,
         cause=Cause.HANG,
-        failed_at=facts.now - seconds,
+        failed_at=context.now - seconds,
         message=(
             f"pod {worker.pod.name} on node {worker.pod.node} answers, but the others have waited {seconds:.0f} s "
             "for it to join them"
@@ -39,14 +41,14 @@ def detect_join_timeout(facts: Facts, member: Member, worker: Worker, join_by: f
     )
 
 
-def find_join_deadlines(facts: Facts) -> dict[int, float]:
+def find_join_deadlines(context: PlanContext) -> dict[int, float]:
     """Return when each member that others wait for will count as hung unless it joins: Unix seconds by rank."""
-    if not facts.job.spec.recovery.hang.enabled:
+    if not context.job.spec.recovery.hang.enabled:
         return {}
-    limit = _join_limit_seconds(facts)
+    limit = _join_limit_seconds(context)
     deadlines: dict[int, float] = {}
-    for other, heartbeat in facts.heartbeats:
-        since = facts.observed.agents[other.pod_uid].joining_since
+    for other, heartbeat in context.heartbeats:
+        since = context.observed.agents[other.pod_uid].joining_since
         if since is None or heartbeat.phase is not WorkerPhase.JOINING:
             continue
         for rank in heartbeat.waiting_for:
@@ -55,7 +57,7 @@ def find_join_deadlines(facts: Facts) -> dict[int, float]:
     return deadlines
 
 
-def _join_limit_seconds(facts: Facts) -> float:
+def _join_limit_seconds(context: PlanContext) -> float:
     """Return the limit of a start: the time for initialization, and the grace period of the processes before it."""
-    recovery = facts.job.spec.recovery
+    recovery = context.job.spec.recovery
     return recovery.hang.init_seconds + recovery.grace_period_seconds

@@ -20,95 +20,97 @@ if TYPE_CHECKING:
 
     from trainium_contract.wire.messages import Member
     from trainium_operator.plan.faults.node_signals import NodeProblem
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
     from trainium_operator.plan.view.workers import Worker
 
 
-def detect_deleted_node(facts: Facts, member: Member, worker: Worker) -> FailedMember | None:
+def detect_deleted_node(context: PlanContext, member: Member, worker: Worker) -> FailedMember | None:
     """Return the failure of a member whose node is deleted or out of service; its pod is deleted by force."""
     if not worker.node_deleted:
         return None
     state = "no longer exists" if worker.node is None else "was declared out of service"
     message = f"node {worker.pod.node} of pod {worker.pod.name} {state}"
-    failed_at = find_failure_time(facts, worker)
+    failed_at = find_failure_time(context, worker)
     return FailedMember(
         member=member, worker=worker, cause=Cause.NODE_LOST, failed_at=failed_at, message=message, force_delete=True
     )
 
 
-def detect_node_failure(facts: Facts, evidence: Evidence, member: Member, worker: Worker) -> FailedMember | None:
+def detect_node_failure(
+    context: PlanContext, evidence: Evidence, member: Member, worker: Worker
+) -> FailedMember | None:
     """Return the failure of a member on a permanently broken node; it saves if it can; no replacement is awaited."""
-    problem = facts.node_problems.get(worker.pod.uid)
+    problem = context.node_problems.get(worker.pod.uid)
     if problem is None or problem.severity is not Severity.FATAL:
         return None
-    return _build_bad_node_failure(facts, member, worker, problem, can_save=_is_training(facts, evidence, worker))
+    return _build_bad_node_failure(context, member, worker, problem, can_save=_is_training(context, evidence, worker))
 
 
-def find_handovers(facts: Facts, evidence: Evidence, failed_members: list[FailedMember]) -> list[FailedMember]:
+def find_handovers(context: PlanContext, evidence: Evidence, failed_members: list[FailedMember]) -> list[FailedMember]:
     """Add the members on bad nodes whose ranks free candidates can take over.
 
     A member on a broken node that is handed over this way keeps its pod until its rank is elsewhere.
     """
     by_uid = {failed.member.pod_uid: failed for failed in failed_members}
-    fatal = [failed for failed in failed_members if _is_fatal(facts, failed)]
+    fatal = [failed for failed in failed_members if _is_fatal(context, failed)]
     # A unit is replaced as a whole, and its ranks are neighbours.
-    lost_units = {failed.member.node_rank // facts.unit_nodes for failed in failed_members}
-    free_units = len(facts.candidates) // facts.unit_nodes - len(lost_units)
+    lost_units = {failed.member.node_rank // context.unit_nodes for failed in failed_members}
+    free_units = len(context.candidates) // context.unit_nodes - len(lost_units)
     if free_units >= 0:
         failed_members = [
             replace(failed, keeps_pod=failed.can_save) if failed in fatal else failed for failed in failed_members
         ]
-    for member, worker in find_members_to_move(facts):
-        unit = member.node_rank // facts.unit_nodes
+    for member, worker in find_members_to_move(context):
+        unit = member.node_rank // context.unit_nodes
         if free_units <= 0 and unit not in lost_units:
             break
         if member.pod_uid not in by_uid and not worker.silent and not worker.node_bad:
-            can_save = facts.is_settled and _is_training(facts, evidence, worker)
-            problem = facts.node_problems[worker.pod.uid]
-            failed = _build_bad_node_failure(facts, member, worker, problem, can_save=can_save)
+            can_save = context.is_settled and _is_training(context, evidence, worker)
+            problem = context.node_problems[worker.pod.uid]
+            failed = _build_bad_node_failure(context, member, worker, problem, can_save=can_save)
             failed_members.append(replace(failed, keeps_pod=can_save))
             free_units -= unit not in lost_units
             lost_units.add(unit)
     return failed_members
 
 
-def find_members_to_move(facts: Facts) -> Iterator[tuple[Member, Worker]]:
+def find_members_to_move(context: PlanContext) -> Iterator[tuple[Member, Worker]]:
     """Yield members that train on until a worker that replaces them is ready, by rank."""
-    for member, worker in facts.members:
-        problem = facts.node_problems.get(member.pod_uid)
+    for member, worker in context.members:
+        problem = context.node_problems.get(member.pod_uid)
         if worker is not None and problem is not None and problem.severity is Severity.DRAIN and worker.alive:
             yield member, worker
 
 
 def _build_bad_node_failure(
-    facts: Facts, member: Member, worker: Worker, problem: NodeProblem, *, can_save: bool
+    context: PlanContext, member: Member, worker: Worker, problem: NodeProblem, *, can_save: bool
 ) -> FailedMember:
     message = f"node {worker.pod.node} of pod {worker.pod.name} is bad: {problem}"
     if problem.message:
         message += f": {problem.message}"
     failed_at = problem.since if problem.severity is Severity.FATAL else None
-    if failed_at is None or not worker.pod.created <= failed_at <= facts.now:
-        failed_at = facts.now  # the ranks train on until now
+    if failed_at is None or not worker.pod.created <= failed_at <= context.now:
+        failed_at = context.now  # the ranks train on until now
     return FailedMember(
         member=member,
         worker=worker,
         cause=problem.cause,
         # While the fleet is frozen, ranks also train on after a fatal problem.
-        failed_at=min(max(failed_at, find_last_step_time(facts)), facts.now),
+        failed_at=min(max(failed_at, find_last_step_time(context)), context.now),
         message=message,
         force_delete=worker.node_bad,
         can_save=can_save,
     )
 
 
-def _is_fatal(facts: Facts, failed: FailedMember) -> bool:
-    problem = facts.node_problems.get(failed.member.pod_uid)
+def _is_fatal(context: PlanContext, failed: FailedMember) -> bool:
+    problem = context.node_problems.get(failed.member.pod_uid)
     return failed.worker is not None and failed.can_save and problem is not None and problem.severity is Severity.FATAL
 
 
-def _is_training(facts: Facts, evidence: Evidence, worker: Worker) -> bool:
+def _is_training(context: PlanContext, evidence: Evidence, worker: Worker) -> bool:
     """Return whether it answers and makes steps, so that it can save before it leaves."""
     heartbeat = worker.heartbeat
     if heartbeat is None or worker.silent or worker.node_bad or heartbeat.phase is not WorkerPhase.TRAINING:
         return False
-    return not evidence.is_stalled(facts.now)
+    return not evidence.is_stalled(context.now)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from trainium_contract.faults.rules import RecoveryRule
     from trainium_contract.wire.messages import Member
     from trainium_operator.plan.model.observed import PodView
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
     from trainium_operator.plan.view.workers import Worker
 
 
-def detect_ended_pod(facts: Facts, member: Member, worker: Worker) -> FailedMember | None:
+def detect_ended_pod(context: PlanContext, member: Member, worker: Worker) -> FailedMember | None:
     """Return the failure of a member whose pod has ended, with the cause that its reason, exit code and message have.
 
     A pod that ended while it was being deleted has the cause of the deletion, unless a device failed.
@@ -34,8 +34,8 @@ def detect_ended_pod(facts: Facts, member: Member, worker: Worker) -> FailedMemb
     pod = worker.pod
     if not worker.ended:
         return None
-    given_up = find_give_up_failure(facts, worker)
-    verdict = given_up[1] if given_up else classify_ended_pod(pod, facts.job.spec.recovery.rules)
+    given_up = find_give_up_failure(context, worker)
+    verdict = given_up[1] if given_up else classify_ended_pod(pod, context.job.spec.recovery.rules)
     was_deleted = pod.deleting and given_up is None and verdict.cause is not Cause.DEVICE
     blames_node = verdict.response is Response.REPLACE_NODE if given_up is None and not was_deleted else None
     exit_code = "" if pod.exit_code is None else f"exit code {pod.exit_code}"
@@ -45,17 +45,17 @@ def detect_ended_pod(facts: Facts, member: Member, worker: Worker) -> FailedMemb
         worker=worker,
         cause=_find_cause_of_leaving(worker) if was_deleted else verdict.cause,
         blames_node=blames_node,
-        failed_at=pod.finished or facts.now,
+        failed_at=pod.finished or context.now,
         message=f"pod {pod.name} on node {pod.node} ended ({description or 'no reason given'})",
         force_delete=worker.node_bad,
     )
 
 
-def detect_leaving_pod(facts: Facts, member: Member, worker: Worker) -> FailedMember | None:
+def detect_leaving_pod(context: PlanContext, member: Member, worker: Worker) -> FailedMember | None:
     """Return the failure of a member whose pod is being deleted or evicted; it saves if its agent still answers."""
     if not worker.pod.deleting and not worker.pod.disrupted:
         return None
-    cause, problem = _find_cause_of_leaving(worker), facts.node_problems.get(worker.pod.uid)
+    cause, problem = _find_cause_of_leaving(worker), context.node_problems.get(worker.pod.uid)
     seen = f": {problem}" if problem is not None and problem.cause is cause else ""
     if cause is Cause.NODE_LOST:
         seen = f", because its node does not report{seen}"
@@ -65,7 +65,7 @@ def detect_leaving_pod(facts: Facts, member: Member, worker: Worker) -> FailedMe
         member=member,
         worker=worker,
         cause=cause,
-        failed_at=facts.now if worker.is_responsive else find_failure_time(facts, worker),
+        failed_at=context.now if worker.is_responsive else find_failure_time(context, worker),
         message=f"pod {worker.pod.name} on node {worker.pod.node} is being deleted or evicted{seen}",
         force_delete=worker.node_bad,
         can_save=worker.is_responsive,

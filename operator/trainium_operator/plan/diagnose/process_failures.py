@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.faults.rules import RecoveryRule
     from trainium_contract.wire.messages import HeartbeatRequest, Member, ProcessFailure, RestartRecord
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
     from trainium_operator.plan.view.workers import Worker
 
 
@@ -86,36 +86,36 @@ class _Report:
     meaning: Classification
 
 
-def find_culprit(facts: Facts, attempt: int, *, all_reported: bool) -> Culprit | None:
+def find_culprit(context: PlanContext, attempt: int, *, all_reported: bool) -> Culprit | None:
     """Return the culprit of this attempt's interruption; None if it is unknown.
 
     Comparisons of all reports wait until no report is missing.
     """
-    records = {member.pod_uid: record for member, record in find_restarts(facts, attempt + 1)}
-    reports = tuple(_list_first_failures(facts, attempt))
+    records = {member.pod_uid: record for member, record in find_restarts(context, attempt + 1)}
+    reports = tuple(_list_first_failures(context, attempt))
     certain = (
         _find_direct_failure(reports, records)
-        or _find_kernel_fault(facts, reports, records)
-        or _find_recorded_cause(reports, records, facts)
+        or _find_kernel_fault(context, reports, records)
+        or _find_recorded_cause(reports, records, context)
     )
     if certain is not None or not all_reported:
         return certain
     return _find_only_reporter(reports, records) or _find_laggard(reports, records)
 
 
-def find_restarts(facts: Facts, attempt: int) -> Iterator[tuple[Member, RestartRecord]]:
+def find_restarts(context: PlanContext, attempt: int) -> Iterator[tuple[Member, RestartRecord]]:
     """Yield the members' records of the restart that started `attempt` of the current generation."""
-    for member, heartbeat in facts.heartbeats:
+    for member, heartbeat in context.heartbeats:
         for record in heartbeat.restarts:
             if record.generation == heartbeat.generation and record.attempt == attempt:
                 yield member, record
 
 
 def find_repeated_sole_report(
-    facts: Facts, member: Member, heartbeat: HeartbeatRequest
+    context: PlanContext, member: Member, heartbeat: HeartbeatRequest
 ) -> tuple[ProcessFailure, Classification] | None:
     """Return the newest failure that only this member reported in two attempts of the generation."""
-    rules = facts.job.spec.recovery.rules
+    rules = context.job.spec.recovery.rules
     if len(heartbeat.failures) < _MIN_ATTEMPTS:
         return None
     suspicious = {
@@ -126,16 +126,18 @@ def find_repeated_sole_report(
     }
     if len(suspicious) < _MIN_ATTEMPTS:  # checked before the other members' reports
         return None
-    culprits = [_find_only_reporter(tuple(_list_first_failures(facts, attempt)), {}) for attempt in sorted(suspicious)]
+    culprits = [
+        _find_only_reporter(tuple(_list_first_failures(context, attempt)), {}) for attempt in sorted(suspicious)
+    ]
     failures = [each.failure for each in culprits if each is not None and each.member.pod_uid == member.pod_uid]
     failure = failures[-1] if len(failures) >= _MIN_ATTEMPTS else None
     return None if failure is None else (failure, classify_process_failure(heartbeat, failure, rules))
 
 
-def _list_first_failures(facts: Facts, attempt: int) -> Iterator[_Report]:
+def _list_first_failures(context: PlanContext, attempt: int) -> Iterator[_Report]:
     """Yield one failure of each member, the first one first."""
-    rules = facts.job.spec.recovery.rules
-    for member, heartbeat in facts.heartbeats:
+    rules = context.job.spec.recovery.rules
+    for member, heartbeat in context.heartbeats:
         reports = [
             _Report(member, failure, classify_process_failure(heartbeat, failure, rules))
             for failure in heartbeat.failures
@@ -160,10 +162,12 @@ def _find_direct_failure(reports: tuple[_Report, ...], records: dict[str, Restar
     )
 
 
-def _find_kernel_fault(facts: Facts, reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
+def _find_kernel_fault(
+    context: PlanContext, reports: tuple[_Report, ...], records: dict[str, RestartRecord]
+) -> Culprit | None:
     """Return a member whose processes only lost a peer, but whose kernel log reports a fault."""
     failed_at = {report.member.pod_uid: report.failure.at for report in reports}
-    for member, heartbeat in facts.heartbeats:
+    for member, heartbeat in context.heartbeats:
         record = records.get(member.pod_uid)
         at = failed_at.get(member.pod_uid, record.failed_at if record else None)
         if at is None or not heartbeat.kernel:
@@ -178,7 +182,7 @@ def _find_kernel_fault(facts: Facts, reports: tuple[_Report, ...], records: dict
 
 
 def _find_recorded_cause(
-    reports: tuple[_Report, ...], records: dict[str, RestartRecord], facts: Facts
+    reports: tuple[_Report, ...], records: dict[str, RestartRecord], context: PlanContext
 ) -> Culprit | None:
     """Return a member that recorded a cause, whose failure is no longer among the newest.
 
@@ -186,7 +190,7 @@ def _find_recorded_cause(
     cause asks for a replacement leaves instead of restarting, so a record with that cause is of another member.
     """
     indirect = {report.member.pod_uid for report in reports}
-    for member, _ in facts.heartbeats:
+    for member, _ in context.heartbeats:
         record = records.get(member.pod_uid)
         if record is None or member.pod_uid in indirect or record.cause in _AMBIGUOUS_CAUSES:
             continue
@@ -235,34 +239,37 @@ def format_signs(failure: ProcessFailure) -> str:
 _REPLACING_RESPONSES = (Response.REPLACE_NODE, Response.REPLACE_WORKER)
 
 
-def detect_process_failure(facts: Facts, member: Member, worker: Worker) -> FailedMember | None:
+def detect_process_failure(context: PlanContext, member: Member, worker: Worker) -> FailedMember | None:
     """Return the failure of a member that gave up, or that reported a fault which only another node can fix."""
     heartbeat = worker.heartbeat
     if heartbeat is None or not (heartbeat.failures or heartbeat.verdict):
         return None
-    given_up = find_give_up_failure(facts, worker)
+    given_up = find_give_up_failure(context, worker)
     if given_up is not None and not given_up[1].indirect:
-        return _build_loss(facts, member, worker, *given_up)
-    node_failure = _find_replacing_failure(facts, heartbeat)
+        return _build_loss(context, member, worker, *given_up)
+    node_failure = _find_replacing_failure(context, heartbeat)
     if node_failure is not None:
-        return _build_loss(facts, member, worker, *node_failure)
-    repeated = find_repeated_sole_report(facts, member, heartbeat)
+        return _build_loss(context, member, worker, *node_failure)
+    repeated = find_repeated_sole_report(context, member, heartbeat)
     if repeated is None:
         return None
     failure, classification = repeated
     return _build_loss(
-        facts, member, worker, failure, classification, suffix=", and no other worker did, more than once"
+        context, member, worker, failure, classification, suffix=", and no other worker did, more than once"
     )
 
 
-def find_culprits(facts: Facts) -> list[FailedMember]:
+def find_culprits(context: PlanContext) -> list[FailedMember]:
     """Return the failure of the culprit if an agent gave up that had only lost its peers; empty without a known one."""
-    for _, heartbeat in facts.heartbeats:
+    for _, heartbeat in context.heartbeats:
         failure = heartbeat.verdict
-        if failure is None or not classify_process_failure(heartbeat, failure, facts.job.spec.recovery.rules).indirect:
+        if (
+            failure is None
+            or not classify_process_failure(heartbeat, failure, context.job.spec.recovery.rules).indirect
+        ):
             continue
-        culprit = find_culprit(facts, failure.attempt, all_reported=True)
-        worker = facts.workers.get(culprit.member.pod_uid) if culprit is not None else None
+        culprit = find_culprit(context, failure.attempt, all_reported=True)
+        worker = context.workers.get(culprit.member.pod_uid) if culprit is not None else None
         if (
             culprit is None
             or worker is None
@@ -275,46 +282,48 @@ def find_culprits(facts: Facts) -> list[FailedMember]:
                 member=culprit.member,
                 worker=worker,
                 cause=culprit.cause,
-                failed_at=_find_last_seen(facts, worker),
+                failed_at=_find_last_seen(context, worker),
                 message=message,
             )
         ]
     return []
 
 
-def find_give_up_failure(facts: Facts, worker: Worker) -> tuple[ProcessFailure, Classification] | None:
+def find_give_up_failure(context: PlanContext, worker: Worker) -> tuple[ProcessFailure, Classification] | None:
     """Return the failure that made a worker's agent give up, and its meaning."""
     heartbeat = worker.heartbeat
     if heartbeat is None or heartbeat.verdict is None or not worker.has_given_up:
         return None
-    return heartbeat.verdict, classify_process_failure(heartbeat, heartbeat.verdict, facts.job.spec.recovery.rules)
+    return heartbeat.verdict, classify_process_failure(heartbeat, heartbeat.verdict, context.job.spec.recovery.rules)
 
 
-def find_stop_cause(facts: Facts) -> Cause:
+def find_stop_cause(context: PlanContext) -> Cause:
     """Return NETWORK if every agent that gave up lost only its peers, else CRASH."""
-    rules = facts.job.spec.recovery.rules
+    rules = context.job.spec.recovery.rules
     verdicts = [
         classify_process_failure(heartbeat, heartbeat.verdict, rules)
-        for _, heartbeat in facts.heartbeats
+        for _, heartbeat in context.heartbeats
         if heartbeat.verdict is not None
     ]
     return Cause.NETWORK if verdicts and all(classification.indirect for classification in verdicts) else Cause.CRASH
 
 
-def _find_replacing_failure(facts: Facts, heartbeat: HeartbeatRequest) -> tuple[ProcessFailure, Classification] | None:
+def _find_replacing_failure(
+    context: PlanContext, heartbeat: HeartbeatRequest
+) -> tuple[ProcessFailure, Classification] | None:
     """Return a failure in the current generation that asks for another worker at once."""
-    if facts.current is None:
+    if context.current is None:
         return None
     for failure in heartbeat.failures:
-        if failure.generation == facts.current.generation:
-            classification = classify_process_failure(heartbeat, failure, facts.job.spec.recovery.rules)
+        if failure.generation == context.current.generation:
+            classification = classify_process_failure(heartbeat, failure, context.job.spec.recovery.rules)
             if classification.response in _REPLACING_RESPONSES:
                 return failure, classification
     return None
 
 
 def _build_loss(
-    facts: Facts,
+    context: PlanContext,
     member: Member,
     worker: Worker,
     failure: ProcessFailure,
@@ -330,7 +339,7 @@ def _build_loss(
         member=member,
         worker=worker,
         cause=classification.cause,
-        failed_at=_find_last_seen(facts, worker),
+        failed_at=_find_last_seen(context, worker),
         message=message,
         blames_node=classification.response is Response.REPLACE_NODE
         if classification.response in _REPLACING_RESPONSES
@@ -338,5 +347,5 @@ def _build_loss(
     )
 
 
-def _find_last_seen(facts: Facts, worker: Worker) -> float:
-    return worker.agent.last_seen if worker.agent is not None else facts.now
+def _find_last_seen(context: PlanContext, worker: Worker) -> float:
+    return worker.agent.last_seen if worker.agent is not None else context.now

@@ -24,7 +24,7 @@ from trainium_operator.plan.model.observed import HEARTBEAT_SECONDS, SILENCE_REP
 
 if TYPE_CHECKING:
     from trainium_contract.wire.messages import HeartbeatRequest, Member, ProcessFailure
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
     from trainium_operator.plan.view.workers import Worker
 
 
@@ -55,13 +55,13 @@ class Evidence:
         return self.stalled_at is not None and now >= self.stalled_at and self.stall_is_confirmed
 
 
-def collect_evidence(facts: Facts) -> Evidence:
+def collect_evidence(context: PlanContext) -> Evidence:
     """Return the reports of the witnesses about steps and silence."""
-    reporting = {member.pod_uid for member, worker in facts.members if worker is not None and not worker.silent}
-    heartbeats = [heartbeat for member, heartbeat in facts.heartbeats if member.pod_uid in reporting]
-    newest_step_at, stalled_at = _find_stall_times(facts)
+    reporting = {member.pod_uid for member, worker in context.members if worker is not None and not worker.silent}
+    heartbeats = [heartbeat for member, heartbeat in context.heartbeats if member.pod_uid in reporting]
+    newest_step_at, stalled_at = _find_stall_times(context)
     newest_message_at = max(
-        (facts.observed.agents[uid].last_seen for uid in reporting if uid in facts.observed.agents), default=0.0
+        (context.observed.agents[uid].last_seen for uid in reporting if uid in context.observed.agents), default=0.0
     )
     return Evidence(
         has_witnesses=bool(heartbeats),
@@ -105,17 +105,17 @@ def _has_waited_in_collective(failure: ProcessFailure) -> bool:
     return failure.exit_code == ExitCode.PEER_LOST or (sign is not None and sign.indirect)
 
 
-def _find_stall_times(facts: Facts) -> tuple[float, float | None]:
+def _find_stall_times(context: PlanContext) -> tuple[float, float | None]:
     """Return when the newest step was seen, and when training counts as stalled without another; None for never.
 
     Steps before the first one after a fault do not count, because they belong to the time before it. After the last
     step training never stalls.
     """
-    if any(heartbeat.progress is not None and not heartbeat.progress.training for _, heartbeat in facts.heartbeats):
+    if any(heartbeat.progress is not None and not heartbeat.progress.training for _, heartbeat in context.heartbeats):
         return 0.0, None
-    if any(entry.recovered_seconds is None for entry in facts.job.status.history):
+    if any(entry.recovered_seconds is None for entry in context.job.status.history):
         return 0.0, None
-    agents = [facts.observed.agents[member.pod_uid] for member, _ in facts.heartbeats]
+    agents = [context.observed.agents[member.pod_uid] for member, _ in context.heartbeats]
     reports = [
         (agent.progressed_at, agent.step_seconds)
         for agent in agents
@@ -123,37 +123,40 @@ def _find_stall_times(facts: Facts) -> tuple[float, float | None]:
     ]
     if not reports:
         return 0.0, None
-    timeout = facts.job.spec.recovery.heartbeat_timeout_seconds
+    timeout = context.job.spec.recovery.heartbeat_timeout_seconds
     # All step together; through heartbeats one of their steps may appear twice as long to some.
     median_step_seconds = median(seconds for _, seconds in reports)
     newest_step_at = max(at for at, _ in reports)
     return newest_step_at, newest_step_at + max(_STALL_FRACTION * timeout, _STALL_STEPS * median_step_seconds)
 
 
-def find_failure_time(facts: Facts, worker: Worker | None) -> float:
+def find_failure_time(context: PlanContext, worker: Worker | None) -> float:
     """Return when a silent or missing worker failed: when it was last seen, else when the others last made a step."""
-    silent_since = facts.now if worker is None else facts.now - worker.silent_seconds
-    if worker is not None and worker.agent is not None and worker.agent.last_seen >= facts.observed.coordinator_since:
+    silent_since = context.now if worker is None else context.now - worker.silent_seconds
+    if worker is not None and worker.agent is not None and worker.agent.last_seen >= context.observed.coordinator_since:
         return silent_since
     # All step together, so none has made a step since one was lost; after the last step none reports.
-    reports = [heartbeat.progress for _, heartbeat in facts.heartbeats if heartbeat.progress is not None]
+    reports = [heartbeat.progress for _, heartbeat in context.heartbeats if heartbeat.progress is not None]
     if any(not report.training for report in reports):
         return silent_since
-    return min(silent_since, find_last_step_time(facts) or silent_since)
+    return min(silent_since, find_last_step_time(context) or silent_since)
 
 
-def find_last_step_time(facts: Facts) -> float:
+def find_last_step_time(context: PlanContext) -> float:
     """Return when the newest reported step ended (Unix seconds); 0 without one."""
     return max(
-        (heartbeat.progress.updated for _, heartbeat in facts.heartbeats if heartbeat.progress is not None), default=0.0
+        (heartbeat.progress.updated for _, heartbeat in context.heartbeats if heartbeat.progress is not None),
+        default=0.0,
     )
 
 
-def detect_silent_agent(facts: Facts, evidence: Evidence, member: Member, worker: Worker) -> FailedMember | None:
+def detect_silent_agent(
+    context: PlanContext, evidence: Evidence, member: Member, worker: Worker
+) -> FailedMember | None:
     """Return the failure of a member that is silent or refuses connections, as something else confirms."""
     if not worker.silent and not worker.is_refusing:
         return None
-    why = explain_silence(evidence, member, worker, facts.now)
+    why = explain_silence(evidence, member, worker, context.now)
     if why is None:
         return None
     # A worker that refuses a connection has power: its agent has ended, but its machine runs.
@@ -168,7 +171,7 @@ def detect_silent_agent(facts: Facts, evidence: Evidence, member: Member, worker
         member=member,
         worker=worker,
         cause=Cause.POD_LOST if host_answers else Cause.NODE_LOST,
-        failed_at=find_failure_time(facts, worker),
+        failed_at=find_failure_time(context, worker),
         message=message,
         force_delete=not host_answers,
     )
@@ -179,10 +182,10 @@ def is_suspect(worker: Worker) -> bool:
     return worker.agent is None or not worker.silent_seconds < SILENCE_REPORTED_SECONDS < worker.timeout
 
 
-def find_next_silence_check(facts: Facts, evidence: Evidence, worker: Worker) -> float:
+def find_next_silence_check(context: PlanContext, evidence: Evidence, worker: Worker) -> float:
     """Return when silence could become a failure: at its deadline, then whenever training would count as stalled."""
-    deadline = facts.now - worker.silent_seconds + worker.timeout
+    deadline = context.now - worker.silent_seconds + worker.timeout
     if worker.agent is None or not worker.silent:
-        return max(deadline, facts.now)
+        return max(deadline, context.now)
     stalled = evidence.stalled_at
-    return stalled if stalled is not None and stalled > facts.now else facts.now + HEARTBEAT_SECONDS
+    return stalled if stalled is not None and stalled > context.now else context.now + HEARTBEAT_SECONDS

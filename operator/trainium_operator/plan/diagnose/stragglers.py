@@ -21,7 +21,7 @@ from trainium_contract.status.public import StragglerStatus
 from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.model.actions import EventIntent, PolicyResult, build_event_intent
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.facts import Facts, is_second_choice
+from trainium_operator.plan.view.context import PlanContext, is_second_choice
 from trainium_operator.plan.view.progress import measure_resize_seconds
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ _LOADED_SHARE = 0.2
 """Median share of processor time that the others wait for, from which the hosts count as loaded."""
 
 
-def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def find_stragglers(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Update the list, and report each member that has been slow for long, once."""
-    if not _trains_steadily(facts):
+    if not _trains_steadily(context):
         return PolicyResult(status=status)
-    spec, step = facts.job.spec.recovery.stragglers, facts.last_step
+    spec, step = context.job.spec.recovery.stragglers, context.last_step
     listed = {entry.pod: entry for entry in status.stragglers}
-    paces = _compute_relative_paces(facts)
+    paces = _compute_relative_paces(context)
     stragglers: list[StragglerStatus] = []
     events: list[EventIntent] = []
     requeue_at: list[float] = []
@@ -59,9 +59,9 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
             entry = entry.replaced(since_step=step)
         if not entry.reported and step - entry.since_step >= spec.persist_steps:
             entry = entry.replaced(reported=True, slowdown=round(ratio, 2))
-            message = _describe_straggler(entry, step) + _explain_retention(facts, pod, spec)
+            message = _describe_straggler(entry, step) + _explain_retention(context, pod, spec)
             events.append(build_event_intent(Reason.STRAGGLER_DETECTED, message, warning=True, pod=pod))
-            requeue_at.append(facts.now)  # it is reported first, and the next plan hands its rank over
+            requeue_at.append(context.now)  # it is reported first, and the next plan hands its rank over
         stragglers.append(entry)
     for pod, entry in listed.items():
         if entry.reported and pod in paces and all(each.pod != pod for each in stragglers):
@@ -72,36 +72,36 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     return PolicyResult(status=status, events=tuple(events), requeue_at=tuple(requeue_at))
 
 
-def find_straggler_handover(facts: Facts) -> list[FailedMember]:
+def find_straggler_handover(context: PlanContext) -> list[FailedMember]:
     """Return the failure of the slowest reported member if a spare takes over or training is faster without it."""
-    spec = facts.job.spec.recovery.stragglers
-    slow = {entry.pod: entry for entry in facts.job.status.stragglers if entry.reported}
-    if not slow or not spec.evict or facts.observed.fleet.frozen or not _trains_steadily(facts):
+    spec = context.job.spec.recovery.stragglers
+    slow = {entry.pod: entry for entry in context.job.status.stragglers if entry.reported}
+    if not slow or not spec.evict or context.observed.fleet.frozen or not _trains_steadily(context):
         return []
     paces = {
         pod: ratio
-        for pod, (_, ratio) in _compute_relative_paces(facts).items()
+        for pod, (_, ratio) in _compute_relative_paces(context).items()
         if pod in slow and ratio >= spec.slowdown
     }
     if not paces:
         return []
     slowest = max(paces, key=lambda pod: paces[pod])
-    if _is_slowed_by_host_load(facts, slowest, spec.slowdown):
+    if _is_slowed_by_host_load(context, slowest, spec.slowdown):
         return []
-    member, worker = next(each for each in facts.members if each[0].pod_name == slowest)
+    member, worker = next(each for each in context.members if each[0].pod_name == slowest)
     if worker is None or worker.silent or worker.node_bad or worker.pod.deleting:
         return []
     entry = slow[slowest].replaced(slowdown=round(paces[slowest], 2))
-    message = _describe_straggler(entry, facts.last_step)
-    has_replacement = any(not is_second_choice(facts, each) for each in facts.candidates)
-    if not has_replacement and not is_faster_without_straggler(facts):
+    message = _describe_straggler(entry, context.last_step)
+    has_replacement = any(not is_second_choice(context, each) for each in context.candidates)
+    if not has_replacement and not is_faster_without_straggler(context):
         return []
     return [
         FailedMember(
             member=member,
             worker=worker,
             cause=Cause.STRAGGLER,
-            failed_at=facts.now,
+            failed_at=context.now,
             message=message if has_replacement else f"{message}; the others are faster without it",
             can_save=True,
             awaits_replacement=has_replacement,
@@ -109,24 +109,24 @@ def find_straggler_handover(facts: Facts) -> list[FailedMember]:
     ]
 
 
-def _trains_steadily(facts: Facts) -> bool:
+def _trains_steadily(context: PlanContext) -> bool:
     """Return whether all members train and no recovery or resize is in progress."""
-    status = facts.job.status
-    if facts.current is None or not facts.is_settled or status.membership.generation != facts.current.generation:
+    status = context.job.status
+    if context.current is None or not context.is_settled or status.membership.generation != context.current.generation:
         return False
-    if len(facts.current.members) < status.desired:
+    if len(context.current.members) < status.desired:
         return False
     return not any(entry.is_open for entry in status.history)
 
 
-def _compute_relative_paces(facts: Facts) -> Mapping[str, tuple[str, float]]:
+def _compute_relative_paces(context: PlanContext) -> Mapping[str, tuple[str, float]]:
     """Return pod -> (node, own work relative to the median member's); empty while too few report."""
     own_seconds = {
         member.pod_name: (member.node_name, heartbeat.timing.own_seconds)
-        for member, heartbeat in facts.heartbeats
+        for member, heartbeat in context.heartbeats
         if heartbeat.timing is not None and heartbeat.timing.steps >= _MIN_STEPS
     }
-    if len(own_seconds) < 2 or len(own_seconds) < len(facts.heartbeats):
+    if len(own_seconds) < 2 or len(own_seconds) < len(context.heartbeats):
         return {}
     median_seconds = median_low([seconds for _, seconds in own_seconds.values()])
     if median_seconds <= 0:
@@ -137,14 +137,14 @@ def _compute_relative_paces(facts: Facts) -> Mapping[str, tuple[str, float]]:
     }
 
 
-def _is_slowed_by_host_load(facts: Facts, pod: str, slowdown: float) -> bool:
+def _is_slowed_by_host_load(context: PlanContext, pod: str, slowdown: float) -> bool:
     """Return whether it is slow only because processors are scarce on all members' nodes.
 
     Another node is then no better: without the waits for a processor it would keep pace, and the others wait for theirs
     too.
     """
     timings = {
-        member.pod_name: heartbeat.timing for member, heartbeat in facts.heartbeats if heartbeat.timing is not None
+        member.pod_name: heartbeat.timing for member, heartbeat in context.heartbeats if heartbeat.timing is not None
     }
     waits = {name: timing.cpu_wait for name, timing in timings.items() if timing.cpu_wait is not None}
     others = [share for name, share in waits.items() if name != pod]
@@ -155,8 +155,8 @@ def _is_slowed_by_host_load(facts: Facts, pod: str, slowdown: float) -> bool:
     return busy_seconds[pod] < slowdown * median_seconds or busy_seconds[pod] - median_seconds < _MIN_EXCESS_SECONDS
 
 
-def _explain_retention(facts: Facts, pod: str, spec: StragglerSpec) -> str:
-    if not _is_slowed_by_host_load(facts, pod, spec.slowdown):
+def _explain_retention(context: PlanContext, pod: str, spec: StragglerSpec) -> str:
+    if not _is_slowed_by_host_load(context, pod, spec.slowdown):
         return ""
     return "; it waits for a processor, as the others do, so it is not replaced: look at what else runs on these nodes"
 
@@ -172,13 +172,13 @@ _MIN_SPEEDUP = 1.05
 """Minimum speed-up without it."""
 
 
-def is_faster_without_straggler(facts: Facts) -> bool:
+def is_faster_without_straggler(context: PlanContext) -> bool:
     """Return whether the job is faster on fewer nodes than on all of them with the slowest one."""
-    status, present = facts.job.status, len(facts.members)
-    size = facts.size.find_legal_size(present - 1)
-    speed = facts.size.compute_speed(size, present)
-    timings = [heartbeat.timing for _, heartbeat in facts.heartbeats if heartbeat.timing is not None]
-    if not speed or len(timings) < max(2, present) or not _needs_no_compilation(facts, size):
+    status, present = context.job.status, len(context.members)
+    size = context.size.find_legal_size(present - 1)
+    speed = context.size.compute_speed(size, present)
+    timings = [heartbeat.timing for _, heartbeat in context.heartbeats if heartbeat.timing is not None]
+    if not speed or len(timings) < max(2, present) or not _needs_no_compilation(context, size):
         return False
     second_slowest, slowest = sorted(timing.own_seconds for timing in timings)[-2:]
     step_seconds = max(timing.step_seconds for timing in timings)
@@ -191,6 +191,6 @@ def is_faster_without_straggler(facts: Facts) -> bool:
     return max(0, total - status.progress.step) * (step_seconds - seconds_without_it) > 2 * resize_seconds
 
 
-def _needs_no_compilation(facts: Facts, size: int) -> bool:
-    compiled = (*facts.size.compiled_first, *facts.job.status.compiled.sizes)
-    return not facts.job.spec.workload.compile_command or size in compiled
+def _needs_no_compilation(context: PlanContext, size: int) -> bool:
+    compiled = (*context.size.compiled_first, *context.job.status.compiled.sizes)
+    return not context.job.spec.workload.compile_command or size in compiled

@@ -26,7 +26,7 @@ from trainium_operator.plan.membership.growth import compile_seconds, find_growt
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.view.facts import Facts, Feature, list_healthy_joiners
+from trainium_operator.plan.view.context import Feature, PlanContext, list_healthy_joiners
 from trainium_operator.plan.view.progress import is_past_steps, measure_resize_seconds
 
 if TYPE_CHECKING:
@@ -54,123 +54,130 @@ class _Limits:
     available: int
     """Workers that train or can join at once."""
 
-    def find_best_size(self, facts: Facts, workers: int) -> int:
+    def find_best_size(self, context: PlanContext, workers: int) -> int:
         """Return the best size for that many workers, of which `usable` may be extras; at least the requested size."""
-        return max(self.base, facts.size.find_legal_size(min(workers, self.base + self.usable, self.max_size)))
+        return max(self.base, context.size.find_legal_size(min(workers, self.base + self.usable, self.max_size)))
 
 
-def use_idle_nodes(facts: Facts, status: TrainingJobStatus, failed: frozenset[str]) -> PolicyResult:
+def use_idle_nodes(context: PlanContext, status: TrainingJobStatus, failed: frozenset[str]) -> PolicyResult:
     """Return the status with the size to work towards and the extras to keep.
 
     `status.desired` is the requested size, `failed` has the pod uids of members that failed.
     """
-    if facts.current is None or not status.desired:
+    if context.current is None or not status.desired:
         return PolicyResult(status=status.replaced(idle_nodes=_NO_EXTRAS))
-    usable = list_usable_extras(facts, failed)
+    usable = list_usable_extras(context, failed)
     limits = _Limits(
         base=status.desired,
-        max_size=_find_max_size(facts, status),
-        usable=len(usable) if facts.grant is None else max(0, min(len(usable), facts.grant.workers - status.desired)),
-        available=len(facts.member_uids - failed) + len(list_healthy_joiners(facts)),
+        max_size=_find_max_size(context, status),
+        usable=len(usable)
+        if context.grant is None
+        else max(0, min(len(usable), context.grant.workers - status.desired)),
+        available=len(context.member_uids - failed) + len(list_healthy_joiners(context)),
     )
-    target, requeue_at = _choose_size(facts, status, limits, failed)
-    idle, later = _choose_extras(facts, status, limits, failed)
+    target, requeue_at = _choose_size(context, status, limits, failed)
+    idle, later = _choose_extras(context, status, limits, failed)
     idle = idle.replaced(taken=target - limits.base)
     return PolicyResult(status=status.replaced(desired=target, idle_nodes=idle), requeue_at=requeue_at + later)
 
 
-def _find_max_size(facts: Facts, status: PublicStatus) -> int:
+def _find_max_size(context: PlanContext, status: PublicStatus) -> int:
     """Return the best size that the job may have; the requested one while others wait for nodes, or it for quota."""
-    takes = facts.job.spec.elasticity.idle_nodes is IdleNodes.TAKE and bool(facts.settings.extra_priority_class)
-    if not takes or facts.observed.nodes_wanted_by_gangs or status.desired < facts.size.desired:
+    takes = context.job.spec.elasticity.idle_nodes is IdleNodes.TAKE and bool(context.settings.extra_priority_class)
+    if not takes or context.observed.nodes_wanted_by_gangs or status.desired < context.size.desired:
         return status.desired
-    return max(status.desired, facts.size.max_size)
+    return max(status.desired, context.size.max_size)
 
 
 def _choose_size(
-    facts: Facts, status: PublicStatus, limits: _Limits, failed: frozenset[str]
+    context: PlanContext, status: PublicStatus, limits: _Limits, failed: frozenset[str]
 ) -> tuple[int, tuple[float, ...]]:
     """Return the size to work towards, and when to check again (Unix seconds)."""
     if failed:
-        return limits.find_best_size(facts, limits.available), ()
-    present = len(facts.members)
-    smaller, larger = limits.find_best_size(facts, present), limits.find_best_size(facts, limits.available)
-    if larger <= max(smaller, present) or not _is_training_steadily(facts, status):
+        return limits.find_best_size(context, limits.available), ()
+    present = len(context.members)
+    smaller, larger = limits.find_best_size(context, present), limits.find_best_size(context, limits.available)
+    if larger <= max(smaller, present) or not _is_training_steadily(context, status):
         return smaller, ()
-    grow_at = _find_growth_time(facts, status, present, larger)
+    grow_at = _find_growth_time(context, status, present, larger)
     if grow_at is None:
         return smaller, ()
-    return (smaller, (grow_at,)) if facts.now < grow_at else (larger, ())
+    return (smaller, (grow_at,)) if context.now < grow_at else (larger, ())
 
 
-def _find_growth_time(facts: Facts, status: PublicStatus, present: int, size: int) -> float | None:
+def _find_growth_time(context: PlanContext, status: PublicStatus, present: int, size: int) -> float | None:
     """Return when to grow beyond the requested size (Unix seconds); None if the remaining steps do not repay it."""
     resize_seconds = measure_resize_seconds(status) or 0.0
     if not is_worth_growing(
-        facts, status, present, size, extra_seconds=resize_seconds + compile_seconds(facts, status, size)
+        context, status, present, size, extra_seconds=resize_seconds + compile_seconds(context, status, size)
     ):
         return None
-    speed = facts.size.compute_speed(present, size)
+    speed = context.size.compute_speed(present, size)
     since = max(
-        (worker.agent.first_seen for worker in list_usable_extras(facts, ()) if worker.agent), default=facts.now
+        (worker.agent.first_seen for worker in list_usable_extras(context, ()) if worker.agent), default=context.now
     )
     repaid_at = since + resize_seconds / (1 - speed) if 0 < speed < 1 else since
-    return max(repaid_at, find_growth_resume_time(facts, status))
+    return max(repaid_at, find_growth_resume_time(context, status))
 
 
 def _choose_extras(
-    facts: Facts, status: TrainingJobStatus, limits: _Limits, failed: frozenset[str]
+    context: PlanContext, status: TrainingJobStatus, limits: _Limits, failed: frozenset[str]
 ) -> tuple[IdleNodesStatus, tuple[float, ...]]:
     """Return the number of extras to keep or to request, and when to check again (Unix seconds)."""
     idle, limit = status.idle_nodes, limits.max_size - limits.base
     if limit <= 0:
         return _NO_EXTRAS, ()
-    alive = [worker for worker in facts.workers.values() if worker.pod.extra and worker.alive]
+    alive = [worker for worker in context.workers.values() if worker.pod.extra and worker.alive]
     bound_extras = sum(bool(worker.pod.node) for worker in alive)
-    useful_extras = facts.size.find_legal_size(min(limits.base + bound_extras, limits.max_size)) - limits.base
+    useful_extras = context.size.find_legal_size(min(limits.base + bound_extras, limits.max_size)) - limits.base
     useful_bound = max(0, min(useful_extras, bound_extras))
-    if any(worker.pod.extra and _has_failed(worker) for worker in facts.non_members):
-        return _give_up_request(facts, idle, useful_bound)  # another one would fail there too, and it is not urgent
+    if any(worker.pod.extra and _has_failed(worker) for worker in context.non_members):
+        return _give_up_request(context, idle, useful_bound)  # another one would fail there too, and it is not urgent
     if idle.asked_at is not None:
-        return _await_extras(facts, idle, min(idle.wanted, limit), bound_extras, useful_bound)
-    succeeded = limits.usable >= useful_bound > facts.job.status.idle_nodes.taken
+        return _await_extras(context, idle, min(idle.wanted, limit), bound_extras, useful_bound)
+    succeeded = limits.usable >= useful_bound > context.job.status.idle_nodes.taken
     idle = idle.replaced(wanted=useful_bound, failed_requests=0 if succeeded else idle.failed_requests)
-    if useful_bound >= limit or failed or len(facts.members) < limits.base or not _is_training_steadily(facts, status):
+    if (
+        useful_bound >= limit
+        or failed
+        or len(context.members) < limits.base
+        or not _is_training_steadily(context, status)
+    ):
         return idle, ()
-    present = len(facts.members)
+    present = len(context.members)
     resize_seconds = measure_resize_seconds(status) or 0.0
-    if not is_worth_growing(facts, status, present, limits.max_size, extra_seconds=resize_seconds):
+    if not is_worth_growing(context, status, present, limits.max_size, extra_seconds=resize_seconds):
         return idle, ()
-    since = max(idle.retry_at or 0.0, find_growth_resume_time(facts, status), facts.observed.create_after)
-    if facts.now < since:
+    since = max(idle.retry_at or 0.0, find_growth_resume_time(context, status), context.observed.create_after)
+    if context.now < since:
         return idle, (since,)
-    return idle.replaced(wanted=limit, asked_at=facts.now, retry_at=None), (
-        facts.now + _compute_timeout_seconds(facts),
+    return idle.replaced(wanted=limit, asked_at=context.now, retry_at=None), (
+        context.now + _compute_timeout_seconds(context),
     )
 
 
 def _await_extras(
-    facts: Facts, idle: IdleNodesStatus, wanted: int, bound_extras: int, useful_bound: int
+    context: PlanContext, idle: IdleNodesStatus, wanted: int, bound_extras: int, useful_bound: int
 ) -> tuple[IdleNodesStatus, tuple[float, ...]]:
     """Return the next state while extras are requested: they have nodes, are pending, or cannot be had."""
     assert idle.asked_at is not None
     if bound_extras >= wanted:
         return idle.replaced(wanted=useful_bound, asked_at=None), ()
-    deadline = idle.asked_at + _compute_timeout_seconds(facts)
+    deadline = idle.asked_at + _compute_timeout_seconds(context)
     return (
         (idle.replaced(wanted=wanted), (deadline,))
-        if facts.now < deadline
-        else _give_up_request(facts, idle, useful_bound)
+        if context.now < deadline
+        else _give_up_request(context, idle, useful_bound)
     )
 
 
 def _give_up_request(
-    facts: Facts, idle: IdleNodesStatus, useful_bound: int
+    context: PlanContext, idle: IdleNodesStatus, useful_bound: int
 ) -> tuple[IdleNodesStatus, tuple[float, ...]]:
     """Keep the extras that exist, and request more after a growing pause."""
     failed_requests = idle.failed_requests + 1
     pause = compute_backoff(_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS, failed_requests)
-    retry_at = facts.now + pause
+    retry_at = context.now + pause
     return IdleNodesStatus(wanted=useful_bound, failed_requests=failed_requests, retry_at=retry_at), (retry_at,)
 
 
@@ -178,23 +185,26 @@ def _has_failed(worker: Worker) -> bool:
     return not worker.pod.deleting and (worker.has_given_up or worker.pod.phase is PodPhase.FAILED)
 
 
-def _compute_timeout_seconds(facts: Facts) -> float:
+def _compute_timeout_seconds(context: PlanContext) -> float:
     """Return how long extras may wait for a node (seconds): as long as the job waits for requested capacity."""
-    return float(facts.job.spec.recovery.rescale_after_seconds)
+    return float(context.job.spec.recovery.rescale_after_seconds)
 
 
-def _is_training_steadily(facts: Facts, status: PublicStatus) -> bool:
+def _is_training_steadily(context: PlanContext, status: PublicStatus) -> bool:
     """Return whether all members train, no size was requested, and steps remain."""
-    finished = any(worker is not None and worker.finished for _, worker in facts.members)
+    finished = any(worker is not None and worker.finished for _, worker in context.members)
     return (
-        facts.is_settled and not finished and not is_true(status, ConditionType.RESIZING) and not is_past_steps(status)
+        context.is_settled
+        and not finished
+        and not is_true(status, ConditionType.RESIZING)
+        and not is_past_steps(status)
     )
 
 
-def list_usable_extras(facts: Facts, lost: Collection[str]) -> tuple[Worker, ...]:
+def list_usable_extras(context: PlanContext, lost: Collection[str]) -> tuple[Worker, ...]:
     """Return extras that train or can join at once; `lost` are pod uids of members that do not count."""
-    members = [worker for _, worker in facts.members if worker is not None and worker.pod.uid not in lost]
-    return tuple(worker for worker in (*members, *list_healthy_joiners(facts)) if worker.pod.extra)
+    members = [worker for _, worker in context.members if worker is not None and worker.pod.uid not in lost]
+    return tuple(worker for worker in (*members, *list_healthy_joiners(context)) if worker.pod.extra)
 
 
 def _is_used(observed: Observed, _settings: PlanSettings) -> bool:

@@ -29,7 +29,7 @@ from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import PolicyResult, build_event_intent
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.facts import Facts, Feature, reconcile_object
+from trainium_operator.plan.view.context import Feature, PlanContext, reconcile_object
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -46,37 +46,37 @@ RECHECK_SECONDS = 5.0
 """Interval of checks until the policies have been read."""
 
 
-def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def reconcile_network_policy(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Create or update the policy, and report a refusal."""
-    observed, ingress = facts.observed, facts.settings.worker_ingress
+    observed, ingress = context.observed, context.settings.worker_ingress
     if ingress is None:
         return PolicyResult(status=_remove_condition(status))
     if is_terminal(status) or not observed.pods:
         return PolicyResult(status=status)
-    place = f"{KIND}/{names.format_network_policy_name(facts.job.name)}"
-    if place not in observed.children and is_on_host_network(facts.job):
+    place = f"{KIND}/{names.format_network_policy_name(context.job.name)}"
+    if place not in observed.children and is_on_host_network(context.job):
         return PolicyResult(status=_remove_condition(status))
-    manifest = build_network_policy(facts.job, ingress)
+    manifest = build_network_policy(context.job, ingress)
     if observed.find_next_write(manifest) is None:
         if find_condition(status, _CONDITION) is not None:
-            status = set_condition(status, _CONDITION, True, Reason.POLICY_APPLIED, "", now=facts.now)
+            status = set_condition(status, _CONDITION, True, Reason.POLICY_APPLIED, "", now=context.now)
         return PolicyResult(status=status)
     if not observed.policies_listed:
-        return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,))
+        return PolicyResult(status=status, requeue_at=(context.now + RECHECK_SECONDS,))
     result, refusal = PolicyResult(status=status), observed.refusals.get(place)
     if refusal is not None:
-        result = _report_refusal(facts, status, refusal)
-    return result.combine(reconcile_object(facts, result.status, manifest))
+        result = _report_refusal(context, status, refusal)
+    return result.combine(reconcile_object(context, result.status, manifest))
 
 
-def _report_refusal(facts: Facts, status: TrainingJobStatus, refusal: WriteRefusal) -> PolicyResult:
+def _report_refusal(context: PlanContext, status: TrainingJobStatus, refusal: WriteRefusal) -> PolicyResult:
     """Set the condition, and add an event when it is new."""
     reason = refusal.reason
     text = f"others can reach the workers' ports: {refusal.sentence}"
     # False because a name is taken would make the job stalled, but it trains.
-    status = set_condition(status, _CONDITION, None if refusal.name_in_use else False, reason, text, now=facts.now)
-    old = find_condition(facts.job.status, _CONDITION)
-    is_new = old is None or is_true(facts.job.status, _CONDITION) or old.reason != reason
+    status = set_condition(status, _CONDITION, None if refusal.name_in_use else False, reason, text, now=context.now)
+    old = find_condition(context.job.status, _CONDITION)
+    is_new = old is None or is_true(context.job.status, _CONDITION) or old.reason != reason
     return PolicyResult(status=status, events=(build_event_intent(reason, text, warning=True),) if is_new else ())
 
 

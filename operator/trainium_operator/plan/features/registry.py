@@ -12,7 +12,7 @@ from trainium_operator.plan.features.kueue import requests
 from trainium_operator.plan.features.roles import policy as roles
 
 if TYPE_CHECKING:
-    from trainium_operator.plan.view.facts import Feature
+    from trainium_operator.plan.view.context import Feature
 
 FEATURES: tuple[Feature, ...] = (
     claims.FEATURE,

@@ -24,48 +24,50 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.wire.messages import RestartRecord
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
 
 _STARTING = (WorkerPhase.JOINING, WorkerPhase.LOADING)
 
 
-def record_restarts(facts: Facts, status: TrainingJobStatus, *, lost_uids: Collection[str] = ()) -> PolicyResult:
+def record_restarts(
+    context: PlanContext, status: TrainingJobStatus, *, lost_uids: Collection[str] = ()
+) -> PolicyResult:
     """Open an interruption for each attempt that is not recorded yet.
 
     While a member is lost, the others restart because of it: their restarts belong to that interruption unless another
     member caused them, or the lost one itself restarted with them before it was lost. `lost_uids`: the pod uids of lost
     members.
     """
-    if facts.current is None or status.membership.generation != facts.current.generation:
+    if context.current is None or status.membership.generation != context.current.generation:
         return PolicyResult(status=status)
-    newest = max((heartbeat.attempt for _, heartbeat in facts.heartbeats), default=0)
+    newest = max((heartbeat.attempt for _, heartbeat in context.heartbeats), default=0)
     for attempt in range(max(status.membership.attempt, newest - HISTORY_LENGTH), newest):
-        all_reported = not lost_uids and _have_all_reported(facts, newest)
-        culprit = find_culprit(facts, attempt, all_reported=all_reported)
+        all_reported = not lost_uids and _have_all_reported(context, newest)
+        culprit = find_culprit(context, attempt, all_reported=all_reported)
         if culprit is None and not lost_uids and not all_reported:
-            return PolicyResult(status=status, requeue_at=(facts.now + HEARTBEAT_SECONDS,))
-        if not lost_uids or (culprit is not None and not _is_loss(facts, attempt, culprit, lost_uids)):
-            status = _open_interruption(facts, status, attempt, culprit)
+            return PolicyResult(status=status, requeue_at=(context.now + HEARTBEAT_SECONDS,))
+        if not lost_uids or (culprit is not None and not _is_loss(context, attempt, culprit, lost_uids)):
+            status = _open_interruption(context, status, attempt, culprit)
         status = status.replaced(membership=status.membership.replaced(attempt=attempt + 1))
     return PolicyResult(status=status)
 
 
-def _is_loss(facts: Facts, attempt: int, culprit: Culprit, lost_uids: Collection[str]) -> bool:
+def _is_loss(context: PlanContext, attempt: int, culprit: Culprit, lost_uids: Collection[str]) -> bool:
     """Return whether the culprit is lost and did not start another attempt after this one."""
     uid = culprit.member.pod_uid
     return uid in lost_uids and all(
-        heartbeat.attempt <= attempt for member, heartbeat in facts.heartbeats if member.pod_uid == uid
+        heartbeat.attempt <= attempt for member, heartbeat in context.heartbeats if member.pod_uid == uid
     )
 
 
 def _open_interruption(
-    facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culprit | None
+    context: PlanContext, status: TrainingJobStatus, attempt: int, culprit: Culprit | None
 ) -> TrainingJobStatus:
     """Record that `attempt` was interrupted and the next one began."""
-    record = _find_dated_record(facts, attempt, culprit)
-    cause, message = _describe_restart(facts, attempt, culprit)
+    record = _find_dated_record(context, attempt, culprit)
+    cause, message = _describe_restart(context, attempt, culprit)
     return open_interruption(
-        facts,
+        context,
         status,
         cause=cause,
         response=RecoveryResponse.IN_PLACE,
@@ -78,13 +80,13 @@ def _open_interruption(
     )
 
 
-def _find_dated_record(facts: Facts, attempt: int, culprit: Culprit | None) -> RestartRecord | None:
+def _find_dated_record(context: PlanContext, attempt: int, culprit: Culprit | None) -> RestartRecord | None:
     """Return the record that dates the failure: the culprit's, else another member's; none with a wrong clock."""
-    uids_in_sync = {member.pod_uid for member, heartbeat in facts.heartbeats if is_clock_in_sync(heartbeat)}
+    uids_in_sync = {member.pod_uid for member, heartbeat in context.heartbeats if is_clock_in_sync(heartbeat)}
     if culprit is not None and (culprit.record is None or culprit.member.pod_uid in uids_in_sync):
         return culprit.record
     return next(
-        (record for member, record in find_restarts(facts, attempt + 1) if member.pod_uid in uids_in_sync), None
+        (record for member, record in find_restarts(context, attempt + 1) if member.pod_uid in uids_in_sync), None
     )
 
 
@@ -93,17 +95,17 @@ def _has_stalled(culprit: Culprit) -> bool:
     return culprit.failure is not None and culprit.failure.exit_code == ExitCode.HUNG
 
 
-def _describe_restart(facts: Facts, attempt: int, culprit: Culprit | None) -> tuple[Cause, str]:
+def _describe_restart(context: PlanContext, attempt: int, culprit: Culprit | None) -> tuple[Cause, str]:
     if culprit is None:
-        causes = {record.cause for _, record in find_restarts(facts, attempt + 1)}
+        causes = {record.cause for _, record in find_restarts(context, attempt + 1)}
         victims = sum(
             any(
                 (failure.generation, failure.attempt) == (heartbeat.generation, attempt)
                 for failure in heartbeat.failures
             )
-            for _, heartbeat in facts.heartbeats
+            for _, heartbeat in context.heartbeats
         )
-        prefix = _describe_victims(victims, len(facts.members))
+        prefix = _describe_victims(victims, len(context.members))
         return (
             min(causes, key=rank_severity, default=Cause.PEER_LOST),
             f"the processes restarted in place; {prefix}none reported a failure, so no worker is blamed",
@@ -120,12 +122,12 @@ def _describe_victims(victims: int, members: int) -> str:
     return f"{victims} worker{'s' if victims > 1 else ''} lost a peer and "
 
 
-def _have_all_reported(facts: Facts, attempt: int) -> bool:
+def _have_all_reported(context: PlanContext, attempt: int) -> bool:
     """Return whether every member has reported since this attempt.
 
     A member that is silent or missing may be what the others lost. It counts only once they train without it.
     """
-    heartbeats = {member.pod_uid: heartbeat for member, heartbeat in facts.heartbeats if heartbeat.attempt >= attempt}
-    unseen = [worker is None or worker.silent for member, worker in facts.members if member.pod_uid not in heartbeats]
+    heartbeats = {member.pod_uid: heartbeat for member, heartbeat in context.heartbeats if heartbeat.attempt >= attempt}
+    unseen = [worker is None or worker.silent for member, worker in context.members if member.pod_uid not in heartbeats]
     has_resumed = all(heartbeat.phase not in _STARTING for heartbeat in heartbeats.values())
     return not unseen or (all(unseen) and has_resumed)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
     from trainium_contract.wire.messages import Member, RestartRecord
     from trainium_operator.plan.diagnose.failed_member import FailedMember
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
 
 
 HISTORY_LENGTH = 10
@@ -31,7 +31,7 @@ _CAUSES = frozenset(cause.value for cause in Cause)
 
 
 def open_interruption(
-    facts: Facts,
+    context: PlanContext,
     status: TrainingJobStatus,
     *,
     cause: Cause,
@@ -48,30 +48,30 @@ def open_interruption(
     failed_at: Unix seconds. member: the one that caused it; None if nobody is blamed. suspected_node: the node to
     avoid. restart: an agent's record of it, which has the time of its detection and the step before.
     """
-    assert facts.current is not None
-    failed_at, pod = facts.now if failed_at is None else failed_at, member.pod_name if member is not None else ""
-    detected_at = facts.now if restart is None else restart.detected_at
+    assert context.current is not None
+    failed_at, pod = context.now if failed_at is None else failed_at, member.pod_name if member is not None else ""
+    detected_at = context.now if restart is None else restart.detected_at
     entry = Interruption(
-        generation=facts.current.generation,
+        generation=context.current.generation,
         attempt=status.membership.attempt if attempt is None else attempt,
-        time=format_rfc3339(facts.now),
+        time=format_rfc3339(context.now),
         cause=cause,
         response=response,
         node=member.node_name if member is not None else "",
         pod=pod,
         message=format_sentence(message),
         detected_seconds=round(max(0.0, detected_at - failed_at), 3),
-        step_before=facts.last_step if restart is None or restart.step_before < 0 else restart.step_before,
+        step_before=context.last_step if restart is None or restart.step_before < 0 else restart.step_before,
         failed_at=failed_at,
-        rank=find_first_rank(facts, pod),
+        rank=find_first_rank(context, pod),
     )
     status = status.replaced(history=(*status.history, entry)[-HISTORY_LENGTH:])
     if response not in PLANNED_RESPONSES:
         status = _count_interruption(status, cause)
-    recovery = facts.job.spec.recovery
+    recovery = context.job.spec.recovery
     if not is_recorded(cause, recovery):
         return status
-    failure = FailureRecord(at=facts.now, cause=cause, pod=pod, node=suspected_node)
+    failure = FailureRecord(at=context.now, cause=cause, pod=pod, node=suspected_node)
     return status.replaced(failures=record_failure(status.failures, failure, recovery))
 
 
@@ -91,13 +91,13 @@ def _count_interruption(status: TrainingJobStatus, cause: Cause) -> TrainingJobS
     return correct_counts(status.replaced(restarts=status.restarts.replaced(by_cause=by_cause)))
 
 
-def find_first_rank(facts: Facts, pod: str) -> int | None:
+def find_first_rank(context: PlanContext, pod: str) -> int | None:
     """Return the first rank of this pod in the current generation; None if it has none there."""
-    if facts.current is None or not pod:
+    if context.current is None or not pod:
         return None
-    places = (member.node_rank for member in facts.current.members if member.pod_name == pod)
+    places = (member.node_rank for member in context.current.members if member.pod_name == pod)
     place = next(places, None)
-    return None if place is None else place * facts.current.processes_per_node
+    return None if place is None else place * context.current.processes_per_node
 
 
 def get_identity(entry: Interruption) -> tuple[int, int, str, str, bool]:
@@ -128,14 +128,14 @@ MAX_SUSPECTS = 16
 
 
 def record_failed_members(
-    facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]
+    context: PlanContext, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]
 ) -> TrainingJobStatus:
     """Open the interruption of the current generation, unless it is open or the next generation is decided."""
-    if not failed_members or facts.current is None:
+    if not failed_members or context.current is None:
         return status
-    generation = facts.current.generation
+    generation = context.current.generation
     if find_open_membership_entry(status, generation) is not None:
-        return status.replaced(failures=_add_suspects(facts, status, failed_members))
+        return status.replaced(failures=_add_suspects(context, status, failed_members))
     if status.membership.generation != generation:
         return status
     first = failed_members[0]
@@ -145,7 +145,7 @@ def record_failed_members(
         else f"; {len(failed_members)} workers: {format_names(_list_names(failed_members))}"
     )
     status = open_interruption(
-        facts,
+        context,
         status,
         cause=first.cause,
         response=RecoveryResponse.REPLACE,
@@ -154,21 +154,21 @@ def record_failed_members(
         member=first.member,
         suspected_node=first.suspected_node,
     )
-    return status.replaced(failures=_add_suspects(facts, status, failed_members), waiting_since=facts.now)
+    return status.replaced(failures=_add_suspects(context, status, failed_members), waiting_since=context.now)
 
 
 def _add_suspects(
-    facts: Facts, memory: InternalStatus, failed_members: tuple[FailedMember, ...]
+    context: PlanContext, memory: InternalStatus, failed_members: tuple[FailedMember, ...]
 ) -> tuple[FailureRecord, ...]:
     """Return the failures with the suspected nodes of all workers that failed together, without duplicates."""
     names = frozenset(_list_names(failed_members))
-    recovery, recorded = facts.job.spec.recovery, {record.pod for record in memory.failures if record.node}
+    recovery, recorded = context.job.spec.recovery, {record.pod for record in memory.failures if record.node}
     failures = memory.failures
     for failed in failed_members[:MAX_SUSPECTS]:
         pod = failed.member.pod_name
         if failed.suspected_node and pod not in recorded and is_recorded(failed.cause, recovery):
             earlier = [record.at for record in failures if record.node and record.pod in names]
-            at = min(earlier, default=facts.now)
+            at = min(earlier, default=context.now)
             failure = FailureRecord(at=at, cause=failed.cause, pod=pod, node=failed.suspected_node)
             failures = record_failure(failures, failure, recovery)
     return failures

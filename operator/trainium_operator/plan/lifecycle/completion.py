@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.failure_policy import StopVerdict
     from trainium_operator.plan.model.observed import Observed
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
 
 
 _MAX_VERDICT_PODS = 3
@@ -46,58 +46,58 @@ _FINALIZER_TEXTS = {
 }
 
 
-def have_all_finished(facts: Facts) -> bool:
+def have_all_finished(context: PlanContext) -> bool:
     """Return whether every member of the current generation has finished."""
-    return facts.current is not None and all(worker is not None and worker.finished for _, worker in facts.members)
+    return context.current is not None and all(worker is not None and worker.finished for _, worker in context.members)
 
 
-def rewind_to_end(facts: Facts) -> Facts:
-    """Return the facts as of the end of the last member, which may be before this operator started."""
-    ends = [worker.pod.finished for _, worker in facts.members if worker is not None and worker.ended]
+def rewind_to_end(context: PlanContext) -> PlanContext:
+    """Return the context as of the end of the last member, which may be before this operator started."""
+    ends = [worker.pod.finished for _, worker in context.members if worker is not None and worker.ended]
     known_ends = [at for at in ends if at is not None]
-    if not known_ends or len(known_ends) < len(facts.members):
-        return facts
-    ended_at = min(max(*known_ends, facts.job.status.goodput.accounted_until or 0.0), facts.now)
-    return replace(facts, observed=replace(facts.observed, now=ended_at))
+    if not known_ends or len(known_ends) < len(context.members):
+        return context
+    ended_at = min(max(*known_ends, context.job.status.goodput.accounted_until or 0.0), context.now)
+    return replace(context, observed=replace(context.observed, now=ended_at))
 
 
-def complete(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def complete(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Complete the job."""
     step = status.progress.step
     message = f"all {status.progress.total_steps or step} steps are done"
-    if not facts.job.spec.workload.reports_each_step:
+    if not context.job.spec.workload.reports_each_step:
         message = f"the program ended with code 0 on all workers{f', after step {step}' if step else ''}"
-    status = set_condition(status, ConditionType.COMPLETE, True, Reason.COMPLETED, message, now=facts.now)
+    status = set_condition(status, ConditionType.COMPLETE, True, Reason.COMPLETED, message, now=context.now)
     if is_true(status, ConditionType.FAILURE_TARGET):
         kind = ConditionType.FAILURE_TARGET
-        status = set_condition(status, kind, False, Reason.COMPLETED, "its ranks finished before", now=facts.now)
-    status = _set_end(facts, status.replaced(phase=Phase.COMPLETED), Reason.COMPLETED)
-    return PolicyResult(status=status).combine(clean_up(facts, status))
+        status = set_condition(status, kind, False, Reason.COMPLETED, "its ranks finished before", now=context.now)
+    status = _set_end(context, status.replaced(phase=Phase.COMPLETED), Reason.COMPLETED)
+    return PolicyResult(status=status).combine(clean_up(context, status))
 
 
-def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> PolicyResult:
+def stop(context: PlanContext, status: TrainingJobStatus, verdict: StopVerdict) -> PolicyResult:
     """Fail the job for good."""
     entry = Interruption(
         generation=status.membership.generation,
         attempt=status.membership.attempt,
-        time=format_rfc3339(facts.now),
+        time=format_rfc3339(context.now),
         cause=verdict.cause,
         response=RecoveryResponse.STOP,
         node=verdict.node,
         pod=verdict.pod,
         message=verdict.message,
-        step_before=facts.last_step,
-        rank=find_first_rank(facts, verdict.pod),
+        step_before=context.last_step,
+        rank=find_first_rank(context, verdict.pod),
     )
-    status = set_condition(status, ConditionType.FAILED, True, verdict.reason, verdict.message, now=facts.now)
+    status = set_condition(status, ConditionType.FAILED, True, verdict.reason, verdict.message, now=context.now)
     status = status.replaced(
         phase=Phase.FAILED,
         verdict=verdict.message,
         history=(*status.history, entry)[-HISTORY_LENGTH:],
-        failed_spec=record_failed_spec(facts.job.spec.to_wire()),
+        failed_spec=record_failed_spec(context.job.spec.to_wire()),
     )
-    status = _set_end(facts, status, verdict.reason)
-    return PolicyResult(status=status).combine(clean_up(facts, status))
+    status = _set_end(context, status, verdict.reason)
+    return PolicyResult(status=status).combine(clean_up(context, status))
 
 
 def build_termination_status(observed: Observed) -> TrainingJobStatus:
@@ -116,38 +116,44 @@ def build_termination_status(observed: Observed) -> TrainingJobStatus:
     return status.replaced(ready_replicas=training, spares=0)
 
 
-def record_spec_change(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def record_spec_change(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Report a change of an ended job's spec: it starts nothing, and an event names the command that does."""
-    is_known = status.observed_generation == facts.job.generation
-    status = status.replaced(observed_generation=facts.job.generation)
+    is_known = status.observed_generation == context.job.generation
+    status = status.replaced(observed_generation=context.job.generation)
     if is_known or status.phase is not Phase.FAILED:
         return PolicyResult(status=status)
-    status = status.replaced(failed_spec=_compare_spec(facts, status.failed_spec))
-    text = f"The failed job was changed. What it says now counts when it runs again: kubectl trn retry {facts.job.name}"
+    status = status.replaced(failed_spec=_compare_spec(context, status.failed_spec))
+    text = (
+        f"The failed job was changed. What it says now counts when it runs again: kubectl trn retry {context.job.name}"
+    )
     return PolicyResult(status=status, events=(build_event_intent(Reason.SPEC_CHANGED, text),))
 
 
-def _compare_spec(facts: Facts, record: FailedSpecStatus | None) -> FailedSpecStatus | None:
+def _compare_spec(context: PlanContext, record: FailedSpecStatus | None) -> FailedSpecStatus | None:
     """Return the difference to the spec that failed; None if this version does not know a field."""
     if record is None:
         return None
-    return record.replaced(changes=None) if facts.job.unknown else compare_failed_spec(record, facts.job.spec.to_wire())
+    return (
+        record.replaced(changes=None)
+        if context.job.unknown
+        else compare_failed_spec(record, context.job.spec.to_wire())
+    )
 
 
-def clean_up(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def clean_up(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Delete what an ended job does not need, by `cleanPodPolicy`; members of a completed job end first."""
-    policy = facts.job.spec.clean_pod_policy
+    policy = context.job.spec.clean_pod_policy
     if policy is CleanPodPolicy.NONE and is_true(status, ConditionType.FAILURE_TARGET):
         policy = CleanPodPolicy.RUNNING  # a deadline leaves nothing running, whatever is kept
     if policy is CleanPodPolicy.NONE:
         return PolicyResult(status=status)
     is_complete = is_true(status, ConditionType.COMPLETE)
-    deadline = 0.0 if is_complete or policy is CleanPodPolicy.ALL else _find_log_deadline(facts, status)
-    verdict_pod_uids = _list_verdict_pods(facts, status) if facts.now < deadline else frozenset[str]()
+    deadline = 0.0 if is_complete or policy is CleanPodPolicy.ALL else _find_log_deadline(context, status)
+    verdict_pod_uids = _list_verdict_pods(context, status) if context.now < deadline else frozenset[str]()
     verdict_pod = "" if is_complete else _find_verdict_pod(status)
     deletions: list[DeletePod] = []
-    for uid, worker in facts.workers.items():
-        is_ending = uid in verdict_pod_uids or (is_complete and uid in facts.member_uids and not worker.node_bad)
+    for uid, worker in context.workers.items():
+        is_ending = uid in verdict_pod_uids or (is_complete and uid in context.member_uids and not worker.node_bad)
         if worker.ended:  # a sidecar that never ends must not hold the node; the log of a failure is worth one
             is_kept = worker.pod.name == verdict_pod and not worker.node_bad
             is_deleted = policy is CleanPodPolicy.ALL or (worker.holds_node and not is_kept)
@@ -158,12 +164,12 @@ def clean_up(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     return PolicyResult(status=status, actions=tuple(deletions), requeue_at=(deadline,) if verdict_pod_uids else ())
 
 
-def _list_verdict_pods(facts: Facts, status: PublicStatus) -> frozenset[str]:
+def _list_verdict_pods(context: PlanContext, status: PublicStatus) -> frozenset[str]:
     """Return pods that end by themselves with a verdict, by uid; the one that the job's verdict names first."""
     verdict_pod = _find_verdict_pod(status)
     ending = [
         worker.pod
-        for worker in facts.workers.values()
+        for worker in context.workers.values()
         if not (worker.ended or worker.pod.deleting or worker.node_bad) and _ends_by_itself(worker.heartbeat)
     ]
     return frozenset(
@@ -179,16 +185,16 @@ def _ends_by_itself(heartbeat: HeartbeatRequest | None) -> bool:
     return heartbeat is not None and heartbeat.phase is WorkerPhase.FAILED and heartbeat.verdict is not None
 
 
-def _find_log_deadline(facts: Facts, status: PublicStatus) -> float:
+def _find_log_deadline(context: PlanContext, status: PublicStatus) -> float:
     """Return until when such pods may run (Unix seconds).
 
     0 if the end lies in the future, because a clock was set back.
     """
     ended_at = parse_rfc3339(status.completion_time)
-    return 0.0 if ended_at is None or ended_at > facts.now else ended_at + _VERDICT_POD_SECONDS
+    return 0.0 if ended_at is None or ended_at > context.now else ended_at + _VERDICT_POD_SECONDS
 
 
-def _set_end(facts: Facts, status: TrainingJobStatus, reason: Reason) -> TrainingJobStatus:
+def _set_end(context: PlanContext, status: TrainingJobStatus, reason: Reason) -> TrainingJobStatus:
     ended_conditions = (
         ConditionType.RUNNING,
         ConditionType.RECOVERING,
@@ -196,9 +202,9 @@ def _set_end(facts: Facts, status: TrainingJobStatus, reason: Reason) -> Trainin
         ConditionType.PODS_READY,
     )
     for kind in (*ended_conditions, ConditionType.ADMITTED):
-        status = set_condition(status, kind, False, reason, "the job has ended", now=facts.now)
+        status = set_condition(status, kind, False, reason, "the job has ended", now=context.now)
     return status.replaced(
-        completion_time=format_rfc3339(facts.now),
+        completion_time=format_rfc3339(context.now),
         ready_replicas=0,
         spares=0,
         waiting_since=None,
@@ -206,18 +212,18 @@ def _set_end(facts: Facts, status: TrainingJobStatus, reason: Reason) -> Trainin
     )
 
 
-def delete_after_ttl(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def delete_after_ttl(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Delete an ended job when its TTL has passed, else requeue it for that time."""
-    ttl = facts.job.spec.ttl_seconds_after_finished
+    ttl = context.job.spec.ttl_seconds_after_finished
     if ttl is None:
         return PolicyResult(status=status)
     ended_at = parse_rfc3339(status.completion_time)
     if ended_at is None:
         # Lost or edited: the time restarts, so that the job is not deleted at once.
-        status = status.replaced(completion_time=format_rfc3339(facts.now))
-        ended_at = facts.now
+        status = status.replaced(completion_time=format_rfc3339(context.now))
+        ended_at = context.now
     # An end in the future (a clock that was set back) delays the deletion by at most the TTL.
-    delete_at = min(ended_at, facts.now) + ttl
-    if facts.now < delete_at or status != facts.job.status:
-        return PolicyResult(status=status, requeue_at=(max(delete_at, facts.now),))
-    return PolicyResult(status=status, actions=(DeleteJob(facts.job.uid, facts.job.resource_version),))
+    delete_at = min(ended_at, context.now) + ttl
+    if context.now < delete_at or status != context.job.status:
+        return PolicyResult(status=status, requeue_at=(max(delete_at, context.now),))
+    return PolicyResult(status=status, actions=(DeleteJob(context.job.uid, context.job.resource_version),))

@@ -26,47 +26,47 @@ from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_sentence
-from trainium_operator.plan.view.facts import count_other_pods
+from trainium_operator.plan.view.context import count_other_pods
 from trainium_operator.plan.view.workers import build_deletion
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
 
 
-def delete_workers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def delete_workers(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Delete all pods; on SIGTERM the ranks save and leave."""
     membership = status.membership.replaced(size=0, data_parallel=0)
-    avoided_nodes = list_avoided_nodes(status.failures, facts.now)  # without those that refused
+    avoided_nodes = list_avoided_nodes(status.failures, context.now)  # without those that refused
     status = status.replaced(
         membership=membership, waiting_since=None, start_failures=StartFailuresStatus(), avoided_nodes=avoided_nodes
     )
-    workers = facts.workers.values()
+    workers = context.workers.values()
     deletions = tuple(action for worker in workers for action in build_deletion(worker, force=worker.node_bad))
     return PolicyResult(status=status, actions=deletions)
 
 
-def suspend(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def suspend(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Release everything, and report it."""
-    released = delete_workers(facts, status)
-    status, workers, kind = released.status, facts.workers.values(), ConditionType.SUSPENDED
+    released = delete_workers(context, status)
+    status, workers, kind = released.status, context.workers.values(), ConditionType.SUSPENDED
     if workers:
         verbs = "saves and leaves" if len(workers) == 1 else "save and leave"
         message = f"{pluralize(len(workers), 'worker')} {verbs}"
-        status = set_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
-    elif others := count_other_pods(facts):
+        status = set_condition(status, kind, False, Reason.SUSPENDING, message, now=context.now)
+    elif others := count_other_pods(context):
         message = f"{pluralize(others, 'pod')} of its roles {'leaves' if others == 1 else 'leave'}"
-        status = set_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
+        status = set_condition(status, kind, False, Reason.SUSPENDING, message, now=context.now)
     else:
-        status = set_condition(status, kind, True, Reason.SUSPENDED, "all nodes are released", now=facts.now)
-    status = set_condition(status, ConditionType.RESIZING, False, Reason.SUSPENDED, "", now=facts.now)
+        status = set_condition(status, kind, True, Reason.SUSPENDED, "all nodes are released", now=context.now)
+    status = set_condition(status, ConditionType.RESIZING, False, Reason.SUSPENDED, "", now=context.now)
     return released.replace_status(status)
 
 
-def clear_suspended(facts: Facts, status: StatusT) -> StatusT:
+def clear_suspended(context: PlanContext, status: StatusT) -> StatusT:
     """Report that the job is not suspended."""
-    return set_condition(status, ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED, "", now=facts.now)
+    return set_condition(status, ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED, "", now=context.now)
 
 
 _ADVICE = {
@@ -81,10 +81,10 @@ def is_ending(status: PublicStatus) -> bool:
     return is_true(status, ConditionType.FAILURE_TARGET)
 
 
-def watch_deadlines(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def watch_deadlines(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Update the clock; decide on the end when a deadline has passed, else requeue for it."""
-    status = status.replaced(activity=_update_activity(facts, status))
-    since, spec = status.activity.since, facts.job.spec
+    status = status.replaced(activity=_update_activity(context, status))
+    since, spec = status.activity.since, context.job.spec
     if since is None:
         return PolicyResult(status=status)
     requeue_at: list[float] = []
@@ -94,29 +94,29 @@ def watch_deadlines(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     ):
         if limit is None:
             continue
-        if facts.now >= since + limit:
+        if context.now >= since + limit:
             message = _describe_deadline(status, reason, limit)
             kind = ConditionType.FAILURE_TARGET
-            return PolicyResult(status=set_condition(status, kind, True, reason, message, now=facts.now))
+            return PolicyResult(status=set_condition(status, kind, True, reason, message, now=context.now))
         requeue_at.append(since + limit)
     return PolicyResult(status=status, requeue_at=tuple(requeue_at))
 
 
-def stop_after_deadline(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def stop_after_deadline(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Ask every worker to save and leave; fail the job when none runs any more. Call when it `is_ending`."""
-    running = [worker for worker in facts.workers.values() if not worker.ended]
+    running = [worker for worker in context.workers.values() if not worker.ended]
     if not running:
-        return stop(facts, status, _build_deadline_verdict(status))
+        return stop(context, status, _build_deadline_verdict(status))
     deletions = tuple(action for worker in running for action in build_deletion(worker, force=worker.node_bad))
     return PolicyResult(status=status.replaced(phase=Phase.STOPPING, waiting_since=None), actions=deletions)
 
 
-def _update_activity(facts: Facts, status: TrainingJobStatus) -> ActivityStatus:
-    evicted = facts.grant is not None and facts.grant.releases_workers
-    if facts.job.spec.suspend or evicted or _waits_for_queue(status):
+def _update_activity(context: PlanContext, status: TrainingJobStatus) -> ActivityStatus:
+    evicted = context.grant is not None and context.grant.releases_workers
+    if context.job.spec.suspend or evicted or _waits_for_queue(status):
         return ActivityStatus()
-    since = facts.now if status.activity.since is None else status.activity.since
-    return ActivityStatus(since=since, stepped=status.activity.stepped or facts.has_stepped)
+    since = context.now if status.activity.since is None else status.activity.since
+    return ActivityStatus(since=since, stepped=status.activity.stepped or context.has_stepped)
 
 
 def _waits_for_queue(status: PublicStatus) -> bool:

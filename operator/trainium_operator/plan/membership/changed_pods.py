@@ -16,30 +16,30 @@ from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from trainium_contract.wire.messages import Member
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
 
 
-def shorten_grace(facts: Facts, member: Member) -> Member:
+def shorten_grace(context: PlanContext, member: Member) -> Member:
     """Return the member with the time that its pod leaves the ranks, where that is less than the job gives them."""
-    worker = facts.workers.get(member.pod_uid)
+    worker = context.workers.get(member.pod_uid)
     if worker is None or worker.pod.grace_seconds is None:
         return member
     seconds = compute_ranks_grace(worker.pod.grace_seconds)
-    if seconds >= facts.job.spec.recovery.grace_period_seconds:
+    if seconds >= context.job.spec.recovery.grace_period_seconds:
         return member
     return member.replaced(grace_seconds=seconds)
 
 
-def report_changed_pods(facts: Facts, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
+def report_changed_pods(context: PlanContext, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
     """Report members whose ranks have less time to save, and those with limits that nobody requested for the job."""
-    return (*_report_grace(facts, members), *_report_limits(facts, members))
+    return (*_report_grace(context, members), *_report_limits(context, members))
 
 
-def _report_grace(facts: Facts, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
+def _report_grace(context: PlanContext, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
     times = [member.grace_seconds for member in members if member.grace_seconds is not None]
     if not times:
         return ()
-    asked = facts.job.spec.recovery.grace_period_seconds
+    asked = context.job.spec.recovery.grace_period_seconds
     note = (
         f"The ranks of {pluralize(len(times), 'worker')} have {min(times):g} s to save when they are stopped, not "
         f"the {asked} s of recovery.gracePeriodSeconds: a pod template, a webhook, or an earlier value of the field "
@@ -48,11 +48,11 @@ def _report_grace(facts: Facts, members: tuple[Member, ...]) -> tuple[EventInten
     return (build_event_intent(Reason.PODS_CHANGED, note, warning=True, series="grace"),)
 
 
-def _report_limits(facts: Facts, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
-    pods = [worker.pod for member in members if (worker := facts.workers.get(member.pod_uid)) and worker.pod.limits]
+def _report_limits(context: PlanContext, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
+    pods = [worker.pod for member in members if (worker := context.workers.get(member.pod_uid)) and worker.pod.limits]
     if not pods:
         return ()
-    containers = build_pod_template(facts.job, facts.settings)["spec"]["containers"]
+    containers = build_pod_template(context.job, context.settings)["spec"]["containers"]
     worker_container = next(each for each in containers if each["name"] == WORKER_CONTAINER)
     requested = (worker_container.get("resources") or {}).get("limits") or {}
     added = {f"{name} {quantity}" for pod in pods for name, quantity in pod.limits if name not in requested}
@@ -60,6 +60,6 @@ def _report_limits(facts: Facts, members: tuple[Member, ...]) -> tuple[EventInte
         return ()
     note = (
         f"Workers have limits that the job does not set: {', '.join(sorted(added))}. A LimitRange of namespace "
-        f"{facts.job.namespace} or a webhook added them; give limits of your own in workers.template"
+        f"{context.job.namespace} or a webhook added them; give limits of your own in workers.template"
     )
     return (build_event_intent(Reason.PODS_CHANGED, note, warning=True, series="limits"),)

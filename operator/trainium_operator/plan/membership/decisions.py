@@ -32,10 +32,10 @@ from trainium_operator.plan.history.interruptions import (
 )
 from trainium_operator.plan.membership import growth
 from trainium_operator.plan.membership.generation import Decision, NewGeneration, find_newest_generation
-from trainium_operator.plan.membership.ranks import assign_ranks, build_member, build_rank_context, order_first_ranks
+from trainium_operator.plan.membership.ranks import assign_ranks, build_member, build_rank_placement, order_first_ranks
 from trainium_operator.plan.model.conditions import StatusT, is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.facts import Facts, is_start_blocked, list_healthy_joiners, list_joiners
+from trainium_operator.plan.view.context import PlanContext, is_start_blocked, list_healthy_joiners, list_joiners
 from trainium_operator.plan.view.units import complete_units
 from trainium_operator.plan.view.workers import RECONNECT_SECONDS
 
@@ -48,20 +48,20 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.workers import Worker
 
 
-def form_first_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
+def form_first_generation(context: PlanContext, status: TrainingJobStatus) -> Decision:
     """Form it at the desired size, or after `rescaleAfterSeconds` at the largest legal size that is available."""
-    if is_start_blocked(facts):
+    if is_start_blocked(context):
         return Decision(status=status)
-    ready = facts.candidates
+    ready = context.candidates
     size = status.desired
     if len(ready) < size:
-        deadline = growth.find_rescale_time(facts, status)
-        if facts.now < deadline:
+        deadline = growth.find_rescale_time(context, status)
+        if context.now < deadline:
             return Decision(status=status, requeue_at=(deadline,))
-        size = growth.find_available_size(facts, status, len(ready))
+        size = growth.find_available_size(context, status, len(ready))
     if size == 0:
         return Decision(status=status)
-    ordered = order_first_ranks(ready, size, build_rank_context(facts))
+    ordered = order_first_ranks(ready, size, build_rank_placement(context))
     members = tuple(build_member(worker, rank) for rank, worker in enumerate(ordered))
     new = NewGeneration(members=members, transition=Transition.IMMEDIATE, cause=Cause.RESIZE)
     return Decision(status=status, new=new)
@@ -71,26 +71,28 @@ _CREATION_ROUNDING = 1.0
 """Kubernetes truncates creation times to seconds, so a pod created right after the failure may look older than it."""
 
 
-def replace_failed(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> Decision:
+def replace_failed(
+    context: PlanContext, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]
+) -> Decision:
     """Form the next generation without the failed members; None while too few workers are available."""
-    assert facts.current is not None
+    assert context.current is not None
     lost_uids = {failed.member.pod_uid for failed in failed_members}
-    survivors = tuple(member for member in facts.current.members if member.pod_uid not in lost_uids)
-    survivors, returned = complete_units(survivors, facts.workers, facts.joinable, facts.unit_nodes)
-    newcomers = (*returned, *list_joiners(facts))
+    survivors = tuple(member for member in context.current.members if member.pod_uid not in lost_uids)
+    survivors, returned = complete_units(survivors, context.workers, context.joinable, context.unit_nodes)
+    newcomers = (*returned, *list_joiners(context))
     available = len(survivors) + len(newcomers)
     deadline = _wait_until(
-        facts,
+        context,
         status,
         available,
         skip_wait=all(failed.keeps_pod or not failed.awaits_replacement for failed in failed_members),
     )
     if deadline is not None:
         return Decision(status=status, requeue_at=(deadline,))
-    size = _choose_next_size(facts, status, available)
+    size = _choose_next_size(context, status, available)
     if size == 0:
         return Decision(status=status)
-    members = assign_ranks(select_survivors(facts, survivors, size), newcomers, size, build_rank_context(facts))
+    members = assign_ranks(select_survivors(context, survivors, size), newcomers, size, build_rank_placement(context))
     member_uids = {member.pod_uid for member in members}
     joined = tuple(worker for worker in newcomers if worker.pod.uid in member_uids)
     all_can_save = all(failed.can_save for failed in failed_members if failed.cause is not Cause.FINISHED)
@@ -99,56 +101,56 @@ def replace_failed(facts: Facts, status: TrainingJobStatus, failed_members: tupl
         transition=Transition.GRACEFUL if all_can_save else Transition.IMMEDIATE,
         cause=failed_members[0].cause,
     )
-    return Decision(status=_record_response(facts, status, size, joined), new=new)
+    return Decision(status=_record_response(context, status, size, joined), new=new)
 
 
-def restart_stopped(facts: Facts, status: TrainingJobStatus) -> Decision:
+def restart_stopped(context: PlanContext, status: TrainingJobStatus) -> Decision:
     """Restart the same members if all of them stopped and none reports that it failed."""
-    assert facts.current is not None
-    heartbeats = facts.heartbeats
-    if len(heartbeats) < len(facts.current.members) or any(
+    assert context.current is not None
+    heartbeats = context.heartbeats
+    if len(heartbeats) < len(context.current.members) or any(
         heartbeat.phase is not WorkerPhase.FAILED for _, heartbeat in heartbeats
     ):
         return Decision(status=status)
-    cause = find_stop_cause(facts)
+    cause = find_stop_cause(context)
     message = "all workers stopped, and none reported a failure; they start again"
-    status = open_interruption(facts, status, cause=cause, response=RecoveryResponse.REPLACE, message=message)
-    new = NewGeneration(members=facts.current.members, transition=Transition.IMMEDIATE, cause=cause)
+    status = open_interruption(context, status, cause=cause, response=RecoveryResponse.REPLACE, message=message)
+    new = NewGeneration(members=context.current.members, transition=Transition.IMMEDIATE, cause=cause)
     return Decision(status=status, new=new)
 
 
-def _wait_until(facts: Facts, status: TrainingJobStatus, available: int, *, skip_wait: bool) -> float | None:
+def _wait_until(context: PlanContext, status: TrainingJobStatus, available: int, *, skip_wait: bool) -> float | None:
     """Return until when a replacement is awaited (Unix seconds).
 
     None if enough are available, or if the wait is over.
     """
-    assert facts.current is not None
-    if available >= min(status.desired, len(facts.current.members)) or skip_wait:
+    assert context.current is not None
+    if available >= min(status.desired, len(context.current.members)) or skip_wait:
         return None
-    deadline = growth.find_rescale_time(facts, status)
-    return deadline if facts.now < deadline else None
+    deadline = growth.find_rescale_time(context, status)
+    return deadline if context.now < deadline else None
 
 
-def _choose_next_size(facts: Facts, status: PublicStatus, available: int) -> int:
+def _choose_next_size(context: PlanContext, status: PublicStatus, available: int) -> int:
     """Return the size of the next generation; 0 if no legal one is available."""
-    assert facts.current is not None
+    assert context.current is not None
     if available >= status.desired:
         return status.desired
-    return growth.find_available_size(facts, status, min(available, len(facts.current.members)))
+    return growth.find_available_size(context, status, min(available, len(context.current.members)))
 
 
 def _record_response(
-    facts: Facts, status: TrainingJobStatus, size: int, joined: tuple[Worker, ...]
+    context: PlanContext, status: TrainingJobStatus, size: int, joined: tuple[Worker, ...]
 ) -> TrainingJobStatus:
     """Record in the open interruption how it was recovered."""
-    assert facts.current is not None
-    index = find_open_membership_entry(status, facts.current.generation)
+    assert context.current is not None
+    index = find_open_membership_entry(status, context.current.generation)
     if index is None:
         return status
     entry = status.history[index]
     # A pod created because of a notice is no spare, although it existed before the rank was handed over.
-    failed_at = min(entry.failed_at or facts.now, facts.job.status.leaving_since or facts.now)
-    if size < len(facts.current.members):
+    failed_at = min(entry.failed_at or context.now, context.job.status.leaving_since or context.now)
+    if size < len(context.current.members):
         response = RecoveryResponse.SHRINK
     elif joined and all(worker.pod.created + _CREATION_ROUNDING <= failed_at for worker in joined):
         response = RecoveryResponse.SPARE
@@ -157,67 +159,71 @@ def _record_response(
     return replace_entry(status, index, entry.replaced(response=response, pods_replaced=len(joined)))
 
 
-def record_size_request(facts: Facts, status: StatusT, desired: int) -> StatusT:
+def record_size_request(context: PlanContext, status: StatusT, desired: int) -> StatusT:
     """Record that the user changed the size; until it is reached, a change of size is attributed to the user."""
-    if facts.current is None or status.desired == 0 or status.desired - status.idle_nodes.taken == desired:
+    if context.current is None or status.desired == 0 or status.desired - status.idle_nodes.taken == desired:
         return status
-    message = f"from {len(facts.current.members)} to {pluralize(desired, 'node')}"
-    return set_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, message, now=facts.now)
+    message = f"from {len(context.current.members)} to {pluralize(desired, 'node')}"
+    return set_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, message, now=context.now)
 
 
-def resize(facts: Facts, status: TrainingJobStatus) -> Decision:
+def resize(context: PlanContext, status: TrainingJobStatus) -> Decision:
     """Form the next generation at another size; None if the size fits, or not yet."""
-    assert facts.current is not None
-    present, desired = len(facts.current.members), status.desired
-    if any(worker is not None and worker.finished for _, worker in facts.members):
+    assert context.current is not None
+    present, desired = len(context.current.members), status.desired
+    if any(worker is not None and worker.finished for _, worker in context.members):
         return Decision(status=status)
     if present == desired:
         return Decision(status=status)
     requested = is_true(status, ConditionType.RESIZING)
-    newcomers = list_joiners(facts) if requested else list_healthy_joiners(facts)
-    size, requeue_at = (desired, ()) if present > desired else _choose_growth(facts, status, present, len(newcomers))
+    newcomers = list_joiners(context) if requested else list_healthy_joiners(context)
+    size, requeue_at = (desired, ()) if present > desired else _choose_growth(context, status, present, len(newcomers))
     if size == present:
         return Decision(status=status, requeue_at=requeue_at)
-    survivors = select_survivors(facts, facts.current.members, size)
-    joined = select_joiners(facts, survivors, newcomers, size, desired - status.idle_nodes.taken)
-    members = assign_ranks(survivors, joined, size, build_rank_context(facts))
+    survivors = select_survivors(context, context.current.members, size)
+    joined = select_joiners(context, survivors, newcomers, size, desired - status.idle_nodes.taken)
+    members = assign_ranks(survivors, joined, size, build_rank_placement(context))
     new = NewGeneration(members=members, transition=Transition.GRACEFUL, cause=Cause.RESIZE)
-    return Decision(status=_record_resize(facts, status, size), new=new, requeue_at=requeue_at)
+    return Decision(status=_record_resize(context, status, size), new=new, requeue_at=requeue_at)
 
 
 def _choose_growth(
-    facts: Facts, status: TrainingJobStatus, present: int, newcomers: int
+    context: PlanContext, status: TrainingJobStatus, present: int, newcomers: int
 ) -> tuple[int, tuple[float, ...]]:
     """Return the size to grow to now, or `present` if not yet; and when to check again (Unix seconds)."""
-    if newcomers == 0 or not facts.is_settled:
+    if newcomers == 0 or not context.is_settled:
         return present, ()
     requested = is_true(status, ConditionType.RESIZING)
-    resume_at = 0.0 if requested else growth.find_growth_resume_time(facts, status)
-    if facts.now < resume_at:
+    resume_at = 0.0 if requested else growth.find_growth_resume_time(context, status)
+    if context.now < resume_at:
         return present, (resume_at,)
-    size = _choose_growth_target(facts, status, present, min(status.desired, present + newcomers), requested=requested)
-    compile_seconds = growth.compile_seconds(facts, status, size)
+    size = _choose_growth_target(
+        context, status, present, min(status.desired, present + newcomers), requested=requested
+    )
+    compile_seconds = growth.compile_seconds(context, status, size)
     if size <= present or not (
-        requested or growth.is_worth_growing(facts, status, present, size, extra_seconds=compile_seconds)
+        requested or growth.is_worth_growing(context, status, present, size, extra_seconds=compile_seconds)
     ):
         return present, ()
     worthwhile_at = (
-        facts.now if requested else growth.compute_worthwhile_time(facts, status, size, _find_last_change(status))
+        context.now if requested else growth.compute_worthwhile_time(context, status, size, _find_last_change(status))
     )
-    if facts.now < worthwhile_at:
+    if context.now < worthwhile_at:
         return present, (worthwhile_at,)
     if size == status.desired:
         return size, ()
-    deadline = growth.find_rescale_time(facts, status)
-    return (present, (deadline,)) if facts.now < deadline else (size, ())
+    deadline = growth.find_rescale_time(context, status)
+    return (present, (deadline,)) if context.now < deadline else (size, ())
 
 
-def _choose_growth_target(facts: Facts, status: PublicStatus, present: int, nodes: int, *, requested: bool) -> int:
+def _choose_growth_target(
+    context: PlanContext, status: PublicStatus, present: int, nodes: int, *, requested: bool
+) -> int:
     """Return the size to grow to with this number of nodes; a compiled one if that is growth."""
-    size = nodes if nodes == status.desired else facts.size.find_legal_size(nodes)
-    if requested or not growth.compile_seconds(facts, status, size):
+    size = nodes if nodes == status.desired else context.size.find_legal_size(nodes)
+    if requested or not growth.compile_seconds(context, status, size):
         return size
-    compiled = growth.find_available_size(facts, status, nodes)
+    compiled = growth.find_available_size(context, status, nodes)
     return compiled if compiled > present else size
 
 
@@ -228,47 +234,47 @@ def _find_last_change(status: PublicStatus) -> float:
     return max(times, default=0.0)
 
 
-def _record_resize(facts: Facts, status: TrainingJobStatus, size: int) -> TrainingJobStatus:
+def _record_resize(context: PlanContext, status: TrainingJobStatus, size: int) -> TrainingJobStatus:
     """Record this change of size, unless the current generation is already being left."""
-    assert facts.current is not None
-    present = len(facts.current.members)
-    if find_open_membership_entry(status, facts.current.generation) is not None:
+    assert context.current is not None
+    present = len(context.current.members)
+    if find_open_membership_entry(status, context.current.generation) is not None:
         return status
-    if status.membership.generation != facts.current.generation:
+    if status.membership.generation != context.current.generation:
         return status
     requested = is_true(status, ConditionType.RESIZING)
     return open_interruption(
-        facts,
+        context,
         status,
         cause=Cause.RESIZE if requested else Cause.CAPACITY,
         response=RecoveryResponse.RESIZE if requested or size < present else RecoveryResponse.GROW,
-        message=f"from {present} to {pluralize(size, 'node')}{_describe_resize(facts, status, size - present)}",
+        message=f"from {present} to {pluralize(size, 'node')}{_describe_resize(context, status, size - present)}",
     )
 
 
-def _describe_resize(facts: Facts, status: PublicStatus, more: int) -> str:
-    if facts.grant is not None and status.desired < facts.size.desired:
-        return f": the queue grants {status.desired} of {facts.size.desired}"
+def _describe_resize(context: PlanContext, status: PublicStatus, more: int) -> str:
+    if context.grant is not None and status.desired < context.size.desired:
+        return f": the queue grants {status.desired} of {context.size.desired}"
     taken = status.idle_nodes.taken
     if more > 0 and taken:
         return f": {pluralize(taken, 'idle node')} beyond the {status.desired - taken} requested"
-    if more < 0 and facts.observed.nodes_wanted_by_gangs:
+    if more < 0 and context.observed.nodes_wanted_by_gangs:
         nodes = pluralize(-more, "idle node")
-        return f": {nodes} released, because other jobs wait for {facts.observed.nodes_wanted_by_gangs}"
+        return f": {nodes} released, because other jobs wait for {context.observed.nodes_wanted_by_gangs}"
     return ""
 
 
-def replace_forgotten_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
+def replace_forgotten_generation(context: PlanContext, status: TrainingJobStatus) -> Decision:
     """Start the same members above a generation that an agent or a rank reports and the record does not know.
 
     The cluster's state was restored from a backup. Agents never join an older generation than they have been in, so
     those that know the newer one would wait for the others forever, and ranks of an older one cannot save.
     """
-    assert facts.current is not None
-    recorded, newest = facts.current.generation, find_newest_generation(facts)
+    assert context.current is not None
+    recorded, newest = context.current.generation, find_newest_generation(context)
     if newest <= recorded:
         return Decision(status=status)
-    if not _can_all_start_again(facts):
+    if not _can_all_start_again(context):
         return Decision(status=status)
     if find_open_membership_entry(status, recorded) is None:
         message = (
@@ -276,18 +282,18 @@ def replace_forgotten_generation(facts: Facts, status: TrainingJobStatus) -> Dec
             f"generation {recorded}, as after a restore of etcd from a backup; all workers start again"
         )
         status = open_interruption(
-            facts, status, cause=Cause.POD_LOST, response=RecoveryResponse.REPLACE, message=message
+            context, status, cause=Cause.POD_LOST, response=RecoveryResponse.REPLACE, message=message
         )
-    new = NewGeneration(members=facts.current.members, transition=Transition.IMMEDIATE, cause=Cause.POD_LOST)
+    new = NewGeneration(members=context.current.members, transition=Transition.IMMEDIATE, cause=Cause.POD_LOST)
     return Decision(status=status, new=new)
 
 
-def finish_decided_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
+def finish_decided_generation(context: PlanContext, status: TrainingJobStatus) -> Decision:
     """Start the same members under the number in the status if that generation was not recorded."""
-    current = facts.current
+    current = context.current
     if current is None or status.membership.generation <= current.generation:
         return Decision(status=status)
-    if not _can_all_start_again(facts):
+    if not _can_all_start_again(context):
         return Decision(status=status)
     index = find_open_membership_entry(status, current.generation)
     cause = Cause.RESIZE if index is None else status.history[index].cause
@@ -295,82 +301,84 @@ def finish_decided_generation(facts: Facts, status: TrainingJobStatus) -> Decisi
     return Decision(status=status, new=new)
 
 
-def _can_all_start_again(facts: Facts) -> bool:
-    return all(worker is not None and worker.warm and not worker.finished for _, worker in facts.members)
+def _can_all_start_again(context: PlanContext) -> bool:
+    return all(worker is not None and worker.warm and not worker.finished for _, worker in context.members)
 
 
-def decide_generation(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> Decision:
+def decide_generation(
+    context: PlanContext, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]
+) -> Decision:
     """Return the decision; `status` has the interruption that the failures opened."""
-    decision = _decide(facts, status, failed_members)
-    since = _find_waiting_since(facts, status, decision.new, failed_members)
+    decision = _decide(context, status, failed_members)
+    since = _find_waiting_since(context, status, decision.new, failed_members)
     return replace(decision, status=decision.status.replaced(waiting_since=since))
 
 
 def _find_waiting_since(
-    facts: Facts, status: TrainingJobStatus, new: NewGeneration | None, failed_members: tuple[FailedMember, ...]
+    context: PlanContext, status: TrainingJobStatus, new: NewGeneration | None, failed_members: tuple[FailedMember, ...]
 ) -> float | None:
     """Return since when the job waits for missing workers (Unix seconds); None while none is missing."""
-    since = facts.now if status.waiting_since is None else status.waiting_since
+    since = context.now if status.waiting_since is None else status.waiting_since
     if new is not None:
-        return facts.now if len(new.members) < status.desired else None
-    if facts.current is None:
+        return context.now if len(new.members) < status.desired else None
+    if context.current is None:
         return since
-    if failed_members or any(worker is not None and worker.finished for _, worker in facts.members):
+    if failed_members or any(worker is not None and worker.finished for _, worker in context.members):
         return status.waiting_since
-    return None if len(facts.current.members) == status.desired else since
+    return None if len(context.current.members) == status.desired else since
 
 
-def _decide(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> Decision:
-    if facts.current is None:
-        return form_first_generation(facts, status)
+def _decide(context: PlanContext, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> Decision:
+    if context.current is None:
+        return form_first_generation(context, status)
     if failed_members:
-        wait_until = _find_wait_for_survivors(facts, failed_members)
+        wait_until = _find_wait_for_survivors(context, failed_members)
         if wait_until is not None:
             return Decision(status=status, requeue_at=(wait_until,))
-        return replace_failed(facts, status, failed_members)
+        return replace_failed(context, status, failed_members)
     requeue_at: tuple[float, ...] = ()
     for policy in (restart_stopped, replace_forgotten_generation, resize, finish_decided_generation):
-        decision = policy(facts, status)
+        decision = policy(context, status)
         status, requeue_at = decision.status, requeue_at + decision.requeue_at
         if decision.new is not None:
             break
     return Decision(status=status, new=decision.new, requeue_at=requeue_at)
 
 
-def _find_wait_for_survivors(facts: Facts, failed_members: tuple[FailedMember, ...]) -> float | None:
+def _find_wait_for_survivors(context: PlanContext, failed_members: tuple[FailedMember, ...]) -> float | None:
     """Return until when a new operator waits for the agent of a member that is left; None if it may decide.
 
     After a restore from a backup only such an agent knows the number that the next generation must exceed.
     """
     lost = {failed.member.pod_uid for failed in failed_members}
-    left = [worker for member, worker in facts.members if worker is not None and member.pod_uid not in lost]
+    left = [worker for member, worker in context.members if worker is not None and member.pod_uid not in lost]
     if not left or any(worker.agent is not None and worker.agent.heartbeat is not None for worker in left):
         return None
-    wait_until = facts.observed.coordinator_since + RECONNECT_SECONDS
-    return wait_until if facts.now < wait_until else None
+    wait_until = context.observed.coordinator_since + RECONNECT_SECONDS
+    return wait_until if context.now < wait_until else None
 
 
-def select_survivors(facts: Facts, members: Sequence[Member], size: int) -> tuple[Member, ...]:
+def select_survivors(context: PlanContext, members: Sequence[Member], size: int) -> tuple[Member, ...]:
     """Return at most `size` of the members, dropping extras first, then the highest ranks."""
-    extra = {uid for uid, worker in facts.workers.items() if worker.pod.extra}
+    extra = {uid for uid, worker in context.workers.items() if worker.pod.extra}
     # A unit keeps its ranks also while one of them is to be filled.
-    units = dict.fromkeys(member.node_rank // facts.unit_nodes for member in members)
-    if facts.unit_nodes > 1:
-        kept_units = sorted(units)[: size // facts.unit_nodes]
-        return tuple(member for member in members if member.node_rank // facts.unit_nodes in kept_units)
+    units = dict.fromkeys(member.node_rank // context.unit_nodes for member in members)
+    if context.unit_nodes > 1:
+        kept_units = sorted(units)[: size // context.unit_nodes]
+        return tuple(member for member in members if member.node_rank // context.unit_nodes in kept_units)
     kept = sorted(members, key=lambda member: (member.pod_uid in extra, member.node_rank))[:size]
     return tuple(sorted(kept, key=lambda member: member.node_rank))
 
 
 def select_joiners(
-    facts: Facts, survivors: Sequence[Member], newcomers: tuple[Worker, ...], size: int, base: int
+    context: PlanContext, survivors: Sequence[Member], newcomers: tuple[Worker, ...], size: int, base: int
 ) -> tuple[Worker, ...]:
     """Return the joiners for the ranks up to `size`; ranks beyond `base` take extras, so that spares remain."""
     extra = [worker for worker in newcomers if worker.pod.extra]
     if size <= base or not extra:
         return newcomers
     survivor_uids = {member.pod_uid for member in survivors}
-    surviving_extras = sum(worker.pod.extra for uid, worker in facts.workers.items() if uid in survivor_uids)
+    surviving_extras = sum(worker.pod.extra for uid, worker in context.workers.items() if uid in survivor_uids)
     chosen_extras = extra[: max(0, size - base - surviving_extras)]
     others = [worker for worker in newcomers if worker not in chosen_extras]
     return (*chosen_extras, *others)[: max(0, size - len(survivors))]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.accelerators import ULTRA_SERVER_NODE_LABEL
 from trainium_contract.wire.messages import Member
 from trainium_operator.plan.model.names import LABEL_HOST, LABEL_ZONE, LAYERS
-from trainium_operator.plan.view.facts import Facts, is_second_choice
+from trainium_operator.plan.view.context import PlanContext, is_second_choice
 from trainium_operator.plan.view.units import find_unit, group_by_unit
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def _flatten_domains(placed: list[tuple[Place, Worker]], depth: int) -> list[tup
 
 
 @dataclass(frozen=True, slots=True)
-class RankContext:
-    """The context of a choice among joiners; without it they are chosen in order."""
+class RankPlacement:
+    """Where joiners are, for a choice among them; without it they are chosen in order."""
 
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
     last_resort: frozenset[str] = frozenset()
@@ -69,105 +69,109 @@ class RankContext:
     """Unit by pod uid; needed for units of several nodes."""
 
 
-def build_rank_context(facts: Facts) -> RankContext:
-    """Return the context: the nodes, the joiners on suspected ones, and the units."""
-    suspected = (worker.pod.uid for worker in facts.candidates if is_second_choice(facts, worker))
-    units = {uid: find_unit(worker.pod) for uid, worker in facts.workers.items()} if facts.unit_nodes > 1 else {}
-    return RankContext(facts.observed.nodes, frozenset(suspected), facts.unit_nodes, units)
+def build_rank_placement(context: PlanContext) -> RankPlacement:
+    """Return the nodes, the joiners on suspected ones, and the units."""
+    suspected = (worker.pod.uid for worker in context.candidates if is_second_choice(context, worker))
+    units = {uid: find_unit(worker.pod) for uid, worker in context.workers.items()} if context.unit_nodes > 1 else {}
+    return RankPlacement(context.observed.nodes, frozenset(suspected), context.unit_nodes, units)
 
 
-def order_first_ranks(workers: Sequence[Worker], size: int, context: RankContext | None = None) -> tuple[Worker, ...]:
+def order_first_ranks(
+    workers: Sequence[Worker], size: int, placement: RankPlacement | None = None
+) -> tuple[Worker, ...]:
     """Return the `size` workers that are nearest to each other, by rank, for a first generation."""
-    context = context or RankContext()
-    if context.unit_nodes > 1:
-        return _order_first_units(workers, size, context)
-    good = [worker for worker in workers if worker.pod.uid not in context.last_resort]
-    suspected = [worker for worker in workers if worker.pod.uid in context.last_resort]
-    chosen = [*sort_nearest_first(good, context.nodes), *sort_nearest_first(suspected, context.nodes)][:size]
-    return tuple(sorted(chosen, key=lambda worker: (_find_place(worker.pod.node, context), worker.pod.ordinal)))
+    placement = placement or RankPlacement()
+    if placement.unit_nodes > 1:
+        return _order_first_units(workers, size, placement)
+    good = [worker for worker in workers if worker.pod.uid not in placement.last_resort]
+    suspected = [worker for worker in workers if worker.pod.uid in placement.last_resort]
+    chosen = [*sort_nearest_first(good, placement.nodes), *sort_nearest_first(suspected, placement.nodes)][:size]
+    return tuple(sorted(chosen, key=lambda worker: (_find_place(worker.pod.node, placement), worker.pod.ordinal)))
 
 
 def assign_ranks(
-    survivors: Sequence[Member], newcomers: Sequence[Worker], size: int, context: RankContext | None = None
+    survivors: Sequence[Member], newcomers: Sequence[Worker], size: int, placement: RankPlacement | None = None
 ) -> tuple[Member, ...]:
     """Return exactly `size` members, ascending by rank; needs at least `size` survivors and newcomers together.
 
     Survivors whose rank is below `size` keep it. The other survivors, then the newcomers, fill the free ranks from
     below, each with the one that is nearest to its neighbours; the rest is left out.
     """
-    context = context or RankContext()
-    if context.unit_nodes > 1:
-        return _assign_units(survivors, newcomers, size, context)
+    placement = placement or RankPlacement()
+    if placement.unit_nodes > 1:
+        return _assign_units(survivors, newcomers, size, placement)
     placed = {member.node_rank: member for member in survivors if member.node_rank < size}
     movers = [member for member in survivors if member.node_rank >= size]
     joining = [build_member(worker) for worker in newcomers]
-    good = [member for member in joining if member.pod_uid not in context.last_resort]
-    suspected = [member for member in joining if member.pod_uid in context.last_resort]
-    pools = [_Pool(members, context) for members in (movers, good, suspected)]
+    good = [member for member in joining if member.pod_uid not in placement.last_resort]
+    suspected = [member for member in joining if member.pod_uid in placement.last_resort]
+    pools = [_Pool(members, placement) for members in (movers, good, suspected)]
     for rank in range(size):
         if rank not in placed:
             pool = next(pool for pool in pools if pool.size)
             beside = [placed[other].node_name for other in (rank - 1, rank + 1) if other in placed]
-            member = pool.pop_nearest([_find_place(node, context) for node in beside])
+            member = pool.pop_nearest([_find_place(node, placement) for node in beside])
             placed[rank] = member.replaced(node_rank=rank)
     return tuple(placed[rank] for rank in range(size))
 
 
-def _order_first_units(workers: Sequence[Worker], size: int, context: RankContext) -> tuple[Worker, ...]:
+def _order_first_units(workers: Sequence[Worker], size: int, placement: RankPlacement) -> tuple[Worker, ...]:
     """Return the workers of the units that are nearest to each other, unit by unit."""
     units = group_by_unit(workers)
-    firsts = [_find_representative(unit, context) for unit in units.values()]
-    chosen = order_first_ranks(firsts, size // context.unit_nodes, replace(context, unit_nodes=1))
-    ordered = (sorted(units[find_unit(first.pod)], key=lambda each: _order(each.pod.node, context)) for first in chosen)
+    firsts = [_find_representative(unit, placement) for unit in units.values()]
+    chosen = order_first_ranks(firsts, size // placement.unit_nodes, replace(placement, unit_nodes=1))
+    ordered = (
+        sorted(units[find_unit(first.pod)], key=lambda each: _order(each.pod.node, placement)) for first in chosen
+    )
     return tuple(worker for unit in ordered for worker in unit)
 
 
 def _assign_units(
-    survivors: Sequence[Member], newcomers: Sequence[Worker], size: int, context: RankContext
+    survivors: Sequence[Member], newcomers: Sequence[Worker], size: int, placement: RankPlacement
 ) -> tuple[Member, ...]:
     """Return the members unit by unit; a unit has the place of one rank in `assign_ranks`."""
-    count, units = context.unit_nodes, group_by_unit(newcomers)
+    count, units = placement.unit_nodes, group_by_unit(newcomers)
     staying: dict[str, list[Member]] = {}
     for member in survivors:
-        staying.setdefault(context.units[member.pod_uid], []).append(member)
+        staying.setdefault(placement.units[member.pod_uid], []).append(member)
     firsts = assign_ranks(
         [unit[0].replaced(node_rank=unit[0].node_rank // count) for unit in staying.values()],
-        [_find_representative(workers, context) for unit, workers in units.items() if unit not in staying],
+        [_find_representative(workers, placement) for unit, workers in units.items() if unit not in staying],
         size // count,
-        replace(context, unit_nodes=1),
+        replace(placement, unit_nodes=1),
     )
     members: list[Member] = []
     for first in firsts:
-        unit = context.units[first.pod_uid]
+        unit = placement.units[first.pod_uid]
         by_place = {member.node_rank % count: member for member in staying.get(unit, ())}
-        joining = sorted(units.get(unit, ()), key=lambda worker: _order(worker.pod.node, context))
+        joining = sorted(units.get(unit, ()), key=lambda worker: _order(worker.pod.node, placement))
         free = (place for place in range(count) if place not in by_place)
         by_place |= {place: build_member(worker) for place, worker in zip(free, joining, strict=True)}
         members += (by_place[place].replaced(node_rank=first.node_rank * count + place) for place in range(count))
     return tuple(members)
 
 
-def _find_representative(unit: Sequence[Worker], context: RankContext) -> Worker:
+def _find_representative(unit: Sequence[Worker], placement: RankPlacement) -> Worker:
     """Return the worker that stands for its unit: a suspected one, if there is one."""
-    return next((worker for worker in unit if worker.pod.uid in context.last_resort), unit[0])
+    return next((worker for worker in unit if worker.pod.uid in placement.last_resort), unit[0])
 
 
-def _order(node: str, context: RankContext) -> tuple[int, Place]:
+def _order(node: str, placement: RankPlacement) -> tuple[int, Place]:
     """Return the order of a node in its unit: its number in the UltraServer, if it has one, then its place."""
-    view = context.nodes.get(node)
-    number = view.labels.get(ULTRA_SERVER_NODE_LABEL.format(context.unit_nodes), "") if view is not None else ""
-    return int(number) if number.isdecimal() and number.isascii() else 0, _find_place(node, context)
+    view = placement.nodes.get(node)
+    number = view.labels.get(ULTRA_SERVER_NODE_LABEL.format(placement.unit_nodes), "") if view is not None else ""
+    return int(number) if number.isdecimal() and number.isascii() else 0, _find_place(node, placement)
 
 
 class _Pool:
     """Members without a rank, found by the length of the shared prefix of their place; ties keep the given order."""
 
-    def __init__(self, members: Sequence[Member], context: RankContext) -> None:
+    def __init__(self, members: Sequence[Member], placement: RankPlacement) -> None:
         self.size = len(members)
         self._removed: set[str] = set()
         self._by_prefix: dict[Place, deque[Member]] = {}
         for member in members:
-            place = _find_place(member.node_name, context)
+            place = _find_place(member.node_name, placement)
             for length in range(len(place)):
                 self._by_prefix.setdefault(place[:length], deque()).append(member)
 
@@ -190,8 +194,8 @@ class _Pool:
         raise AssertionError("the pool is empty")
 
 
-def _find_place(node: str, context: RankContext) -> Place:
-    return find_network_path(node, context.nodes.get(node))
+def _find_place(node: str, placement: RankPlacement) -> Place:
+    return find_network_path(node, placement.nodes.get(node))
 
 
 def build_member(worker: Worker, rank: int = 0) -> Member:

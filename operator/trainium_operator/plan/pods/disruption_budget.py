@@ -23,7 +23,7 @@ from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, set_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.facts import Facts, reconcile_object
+from trainium_operator.plan.view.context import PlanContext, reconcile_object
 from trainium_operator.plan.view.progress import is_past_steps
 
 if TYPE_CHECKING:
@@ -53,68 +53,68 @@ class _Decision:
     """When the decision changes by time alone (Unix seconds)."""
 
 
-def limit_disruptions(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def limit_disruptions(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Report whether a disruption is allowed now, and update the budget; call when the status is complete."""
     ended = is_terminal(status)
-    if ended and facts.job.spec.clean_pod_policy is not CleanPodPolicy.NONE:
+    if ended and context.job.spec.clean_pod_policy is not CleanPodPolicy.NONE:
         return PolicyResult(status=status)
-    applied = facts.observed.children.get(f"{KIND}/{facts.job.name}")
+    applied = context.observed.children.get(f"{KIND}/{context.job.name}")
     if applied is None and (ended or not status.start_time):
         return PolicyResult(status=status)
     kind, min_available, requeue_at = ConditionType.DISRUPTION_ALLOWED, 0, tuple[float, ...]()
     if not ended:
-        decision = _decide_disruption(facts, status)
-        min_available, requeue_at = _count_min_available(facts, status, decision), decision.requeue_at
+        decision = _decide_disruption(context, status)
+        min_available, requeue_at = _count_min_available(context, status, decision), decision.requeue_at
         reason = Reason.DISRUPTION_ALLOWED if decision.is_allowed else Reason.DISRUPTION_REFUSED
-        status = set_condition(status, kind, decision.is_allowed, reason, decision.reason, now=facts.now)
-    if facts.job.spec.suspend and not ended:
+        status = set_condition(status, kind, decision.is_allowed, reason, decision.reason, now=context.now)
+    if context.job.spec.suspend and not ended:
         return PolicyResult(status=status, requeue_at=requeue_at)
-    manifest = build_budget(facts.job, min_available)
-    refusal = facts.observed.refusals.get(f"{KIND}/{facts.job.name}")
-    if refusal is not None and not ended and facts.observed.find_next_write(manifest) is not None:
+    manifest = build_budget(context.job, min_available)
+    refusal = context.observed.refusals.get(f"{KIND}/{context.job.name}")
+    if refusal is not None and not ended and context.observed.find_next_write(manifest) is not None:
         text = f"a drain may evict workers at any time: {refusal.sentence}"
-        status = set_condition(status, kind, None, refusal.reason, text, now=facts.now)
-    return PolicyResult(status=status, requeue_at=requeue_at).combine(reconcile_object(facts, status, manifest))
+        status = set_condition(status, kind, None, refusal.reason, text, now=context.now)
+    return PolicyResult(status=status, requeue_at=requeue_at).combine(reconcile_object(context, status, manifest))
 
 
-def _count_min_available(facts: Facts, status: PublicStatus, decision: _Decision) -> int:
-    if facts.job.spec.suspend or facts.current is None:
+def _count_min_available(context: PlanContext, status: PublicStatus, decision: _Decision) -> int:
+    if context.job.spec.suspend or context.current is None:
         return 0
     if not decision.is_allowed:
         return MIN_AVAILABLE_FORBIDDING_EVICTION
-    spares = len(facts.candidates)
+    spares = len(context.candidates)
     # Each worker that leaves may be of another unit.
-    return max(0, status.membership.size + spares - max(1, spares // facts.unit_nodes))
+    return max(0, status.membership.size + spares - max(1, spares // context.unit_nodes))
 
 
-def _decide_disruption(facts: Facts, status: PublicStatus) -> _Decision:
-    if facts.job.spec.suspend or facts.current is None:
+def _decide_disruption(context: PlanContext, status: PublicStatus) -> _Decision:
+    if context.job.spec.suspend or context.current is None:
         return _Decision(True, "the job holds no work that is not saved")
     # A restart in place is short and not worth two writes.
     brief_responses = (RecoveryResponse.RESIZE, RecoveryResponse.GROW, RecoveryResponse.IN_PLACE)
     recovering = [entry for entry in status.history if entry.is_open and entry.response not in brief_responses]
     if recovering:
         return _Decision(False, f"the job recovers: {recovering[-1].message}")
-    return _decide_by_checkpoints(facts, status)
+    return _decide_by_checkpoints(context, status)
 
 
-def _decide_by_checkpoints(facts: Facts, status: PublicStatus) -> _Decision:
+def _decide_by_checkpoints(context: PlanContext, status: PublicStatus) -> _Decision:
     """Return whether the newest durable checkpoint is recent enough, and when it will no longer be."""
-    limit = facts.job.spec.recovery.disruption.max_durable_age_seconds
-    if not facts.job.spec.workload.checkpoint_folder:
+    limit = context.job.spec.recovery.disruption.max_durable_age_seconds
+    if not context.job.spec.workload.checkpoint_folder:
         return _Decision(True, "the program's checkpoints are not known (spec.program.checkpoints is not set)")
-    if not facts.job.spec.workload.keeps_checkpoints:
+    if not context.job.spec.workload.keeps_checkpoints:
         return _Decision(True, "the job keeps no durable checkpoints (spec.checkpoint.storage is not set)")
     if is_past_steps(status) and status.checkpoint.durable_step >= status.progress.step:
         return _Decision(True, "every step is done and saved")
     since = max(
         _parse_time(status.checkpoint.durable_time),
         _parse_time(status.start_time),
-        _find_resumption_time(facts.job.status),
+        _find_resumption_time(context.job.status),
     )
     step = status.checkpoint.durable_step
     newest = f"step {step}, known since {format_rfc3339(since)}" if step >= 0 else f"none since {format_rfc3339(since)}"
-    if facts.now >= since + limit:
+    if context.now >= since + limit:
         reason = f"the newest durable checkpoint ({newest}) is older than maxDurableAgeSeconds ({limit})"
         return _Decision(False, reason)
     reason = f"durable checkpoints are younger than maxDurableAgeSeconds ({limit})"

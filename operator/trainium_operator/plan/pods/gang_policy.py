@@ -26,7 +26,7 @@ from trainium_operator.plan.model.conditions import set_condition
 from trainium_operator.plan.model.grant import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
-from trainium_operator.plan.view.facts import Facts, describe_creation_refusal, find_creation_blocker
+from trainium_operator.plan.view.context import PlanContext, describe_creation_refusal, find_creation_blocker
 from trainium_operator.plan.view.size import count_needed_workers
 from trainium_operator.plan.view.workers import Worker, build_deletion
 
@@ -38,32 +38,32 @@ _FIRST_PAUSE_SECONDS = 30.0
 _MAX_PAUSE_SECONDS = 600.0
 
 
-def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, PolicyResult]:
+def withhold_pods(context: PlanContext, status: TrainingJobStatus) -> tuple[bool, PolicyResult]:
     """Return whether no pod may be created now; release nodes that a partial gang has held for too long."""
     gang = status.gang
-    if facts.grant is not None and facts.grant.state is not AdmissionState.ADMITTED:
+    if context.grant is not None and context.grant.state is not AdmissionState.ADMITTED:
         return True, PolicyResult(status=status)
     if status.membership.size > 0:
         gang = gang.replaced(holding_since=None, releases=0, retry_at=None)
         return False, PolicyResult(status=status.replaced(gang=gang))
-    if gang.retry_at is not None and facts.now < gang.retry_at:
-        return True, _release_workers(facts, status, gang.retry_at)
+    if gang.retry_at is not None and context.now < gang.retry_at:
+        return True, _release_workers(context, status, gang.retry_at)
     if (
-        not 0 < len(_list_scheduled_workers(facts)) < count_needed_workers(facts.size)
+        not 0 < len(_list_scheduled_workers(context)) < count_needed_workers(context.size)
     ):  # no node is held, or enough for a start
         return False, PolicyResult(status=status.replaced(gang=gang.replaced(holding_since=None)))
-    since = facts.now if gang.holding_since is None else gang.holding_since
-    deadline = since + facts.job.spec.scheduling.gang_timeout_seconds
-    if facts.now < deadline:
+    since = context.now if gang.holding_since is None else gang.holding_since
+    deadline = since + context.job.spec.scheduling.gang_timeout_seconds
+    if context.now < deadline:
         return False, PolicyResult(
             status=status.replaced(gang=gang.replaced(holding_since=since)), requeue_at=(deadline,)
         )
     releases = gang.releases + 1
-    retry_at = facts.now + pause_seconds(facts.job.uid, releases)
+    retry_at = context.now + pause_seconds(context.job.uid, releases)
     gang = gang.replaced(holding_since=None, releases=releases, retry_at=retry_at)
-    released = _release_workers(facts, status.replaced(gang=gang), retry_at)
+    released = _release_workers(context, status.replaced(gang=gang), retry_at)
     return True, replace(
-        released, events=(build_event_intent(Reason.GANG_TIMED_OUT, _describe_timeout(facts, gang), warning=True),)
+        released, events=(build_event_intent(Reason.GANG_TIMED_OUT, _describe_timeout(context, gang), warning=True),)
     )
 
 
@@ -76,34 +76,34 @@ def pause_seconds(uid: str, times: int) -> float:
     return compute_backoff(_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS, times) * (0.5 + spread)
 
 
-def set_admitted(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def set_admitted(context: PlanContext, status: TrainingJobStatus) -> TrainingJobStatus:
     """Report whether the workers have their nodes, and who decides it. Never how many, which changes with each pod."""
-    admitted, reason, message = _decide_admission(facts, status)
-    return set_condition(status, ConditionType.ADMITTED, admitted, reason, message, now=facts.now)
+    admitted, reason, message = _decide_admission(context, status)
+    return set_condition(status, ConditionType.ADMITTED, admitted, reason, message, now=context.now)
 
 
-def _decide_admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, str]:
-    gang, grant = status.gang, facts.grant
-    if grant is not None and not facts.job.spec.suspend and grant.releases_workers:
+def _decide_admission(context: PlanContext, status: TrainingJobStatus) -> tuple[bool, Reason, str]:
+    gang, grant = status.gang, context.grant
+    if grant is not None and not context.job.spec.suspend and grant.releases_workers:
         reason = grant.reason or Reason.WAITING_FOR_QUEUE
-        suffix = f"; {len(facts.workers)} workers save and leave" if facts.workers else ""
+        suffix = f"; {len(context.workers)} workers save and leave" if context.workers else ""
         return False, reason, f"{grant.message}{suffix}"
-    bound = len(_list_scheduled_workers(facts))
-    if status.membership.size > 0 or (not facts.job.spec.suspend and 0 < status.desired <= bound):
+    bound = len(_list_scheduled_workers(context))
+    if status.membership.size > 0 or (not context.job.spec.suspend and 0 < status.desired <= bound):
         return True, Reason.ADMITTED, "the workers have their nodes"
-    if facts.job.spec.suspend:
+    if context.job.spec.suspend:
         return False, Reason.SUSPENDED, ""
-    if (blocker := describe_creation_refusal(facts) or find_creation_blocker(facts)) is not None:
+    if (blocker := describe_creation_refusal(context) or find_creation_blocker(context)) is not None:
         return False, *blocker
-    if gang.retry_at is not None and facts.now < gang.retry_at:
-        return False, Reason.GANG_TIMED_OUT, _describe_timeout(facts, gang)
+    if gang.retry_at is not None and context.now < gang.retry_at:
+        return False, Reason.GANG_TIMED_OUT, _describe_timeout(context, gang)
     if grant is not None and grant.state is AdmissionState.UNKNOWN:
         return False, grant.reason or Reason.WAITING_FOR_QUEUE, grant.message
-    start_failures = describe_start_failures(status, facts.now)
+    start_failures = describe_start_failures(status, context.now)
     if start_failures is not None and not bound:  # no node is missing
         return False, Reason.WORKER_NOT_STARTING, start_failures
-    wait_description = "".join(feature.describe_wait(facts) for feature in facts.features)
-    limit = facts.job.spec.scheduling.gang_timeout_seconds
+    wait_description = "".join(feature.describe_wait(context) for feature in context.features)
+    limit = context.job.spec.scheduling.gang_timeout_seconds
     message = (
         f"not all workers have a node{wait_description}; if too few have one after {limit} s, the job releases these "
         "nodes"
@@ -111,8 +111,8 @@ def _decide_admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Re
     return False, Reason.WAITING_FOR_GANG, message
 
 
-def _describe_timeout(facts: Facts, gang: GangStatus) -> str:
-    limit = facts.job.spec.scheduling.gang_timeout_seconds
+def _describe_timeout(context: PlanContext, gang: GangStatus) -> str:
+    limit = context.job.spec.scheduling.gang_timeout_seconds
     return (
         f"Too few workers for any size that the job may begin at held nodes for {limit} s; the job released them "
         f"({gang.releases} times since it last trained). The next attempt begins at "
@@ -121,12 +121,12 @@ def _describe_timeout(facts: Facts, gang: GangStatus) -> str:
     )
 
 
-def _list_scheduled_workers(facts: Facts) -> list[Worker]:
-    return [worker for worker in facts.workers.values() if worker.alive and worker.pod.node]
+def _list_scheduled_workers(context: PlanContext) -> list[Worker]:
+    return [worker for worker in context.workers.values() if worker.alive and worker.pod.node]
 
 
-def _release_workers(facts: Facts, status: TrainingJobStatus, retry_at: float) -> PolicyResult:
+def _release_workers(context: PlanContext, status: TrainingJobStatus, retry_at: float) -> PolicyResult:
     """Delete every worker that holds a node or could; the wait for missing ones restarts with the next attempt."""
-    workers = (worker for worker in facts.workers.values() if worker.holds_node)
+    workers = (worker for worker in context.workers.values() if worker.holds_node)
     deletions = tuple(action for worker in workers for action in build_deletion(worker, force=worker.node_bad))
     return PolicyResult(status=status.replaced(waiting_since=None), actions=deletions, requeue_at=(retry_at,))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.internal import InternalStatus
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
     from trainium_operator.plan.view.workers import Worker
 
 _FREE_ROUNDS = 2
@@ -47,29 +47,29 @@ _NODES_DIVISOR = 4
 """Divisor of the job's nodes: at most a fourth of them is avoided, and always one."""
 
 
-def record_start_failures(facts: Facts, memory: InternalStatus) -> StartFailuresStatus:
+def record_start_failures(context: PlanContext, memory: InternalStatus) -> StartFailuresStatus:
     """Count the round in which pods ended before their agent was seen, or drop earlier rounds."""
     previous = memory.start_failures
     first = previous.next_ordinal if previous.next_ordinal <= memory.next_pod_ordinal else 0  # ordinals restarted
-    created = [worker for worker in facts.workers.values() if worker.pod.ordinal >= first and not worker.pod.extra]
+    created = [worker for worker in context.workers.values() if worker.pod.ordinal >= first and not worker.pod.extra]
     has_started = previous.rounds > 0 and any(worker.agent is not None and not worker.ended for worker in created)
-    is_changed = facts.job.status.observed_generation != facts.job.generation
-    is_expired = previous.at is not None and facts.now >= previous.at + _FORGOTTEN_SECONDS
+    is_changed = context.job.status.observed_generation != context.job.generation
+    is_expired = previous.at is not None and context.now >= previous.at + _FORGOTTEN_SECONDS
     rounds = 0 if has_started or is_changed or is_expired else max(0, previous.rounds)
-    nodes = () if is_changed else _count_refusals(facts, previous.nodes)
-    refused = [worker.pod for worker in facts.non_members if worker.pod.ordinal >= first and _was_refused(worker)]
+    nodes = () if is_changed else _count_refusals(context, previous.nodes)
+    refused = [worker.pod for worker in context.non_members if worker.pod.ordinal >= first and _was_refused(worker)]
     if refused:
         last_refused = max(refused, key=lambda pod: pod.ordinal)
         return StartFailuresStatus(
             rounds=rounds + 1,
-            at=facts.now,
+            at=context.now,
             next_ordinal=memory.next_pod_ordinal,
             batch=_FIRST_BATCH,
             message=_describe_end(last_refused)[:MAX_MESSAGE],
             nodes=nodes,
         )
     batch, at = (0 if is_changed or is_expired else max(0, previous.batch)), previous.at if rounds else None
-    if batch and created and all(_is_never_refused(worker, facts.now) for worker in created):
+    if batch and created and all(_is_never_refused(worker, context.now) for worker in created):
         batch = 0 if batch >= _MAX_BATCH else batch * _BATCH_GROWTH
         first = memory.next_pod_ordinal
     message = previous.message if rounds or batch else ""
@@ -103,19 +103,19 @@ def describe_start_failures(status: TrainingJobStatus, now: float) -> str | None
     return f"Pods ended before their agent reported{times}{reason}; the next are created {limit}{avoided}"
 
 
-def limit_batch(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple[int, tuple[float, ...]]:
+def limit_batch(context: PlanContext, status: TrainingJobStatus, missing: int) -> tuple[int, tuple[float, ...]]:
     """Return how many of the missing pods may be created now, and when to check again for more (Unix seconds).
 
     A gang waits for its last pod, so a part of it would never be seen: it is created as a whole.
     """
     failures = status.start_failures
-    if failures.batch <= 0 or any(feature.creates_as_a_whole(facts, status) for feature in facts.features):
+    if failures.batch <= 0 or any(feature.creates_as_a_whole(context, status) for feature in context.features):
         return missing, ()
     starting = [
         worker.pod.created + _IMMEDIATE_SECONDS
-        for worker in facts.workers.values()
+        for worker in context.workers.values()
         if worker.pod.ordinal >= failures.next_ordinal
-        and not (worker.pod.extra or worker.ended or _is_never_refused(worker, facts.now))
+        and not (worker.pod.extra or worker.ended or _is_never_refused(worker, context.now))
     ]
     return min(missing, max(0, failures.batch - len(starting))), tuple(sorted(starting)[-1:])
 
@@ -139,10 +139,14 @@ def add_refusing_nodes(avoided: tuple[str, ...], status: TrainingJobStatus, now:
     return tuple(dict.fromkeys((*list_refusing_nodes(status, now), *reversed(avoided))))[:MAX_NODES][::-1]
 
 
-def _count_refusals(facts: Facts, previous_entries: tuple[StartFailureNode, ...]) -> tuple[StartFailureNode, ...]:
+def _count_refusals(
+    context: PlanContext, previous_entries: tuple[StartFailureNode, ...]
+) -> tuple[StartFailureNode, ...]:
     """Return which node refused how often: one pod counts once."""
-    nodes = {entry.node: entry for entry in previous_entries if facts.now - _FORGOTTEN_SECONDS < entry.at <= facts.now}
-    for worker in sorted(facts.non_members, key=lambda worker: worker.pod.ordinal):
+    nodes = {
+        entry.node: entry for entry in previous_entries if context.now - _FORGOTTEN_SECONDS < entry.at <= context.now
+    }
+    for worker in sorted(context.non_members, key=lambda worker: worker.pod.ordinal):
         pod = worker.pod
         previous = nodes.get(pod.node)
         has_run = pod.exit_code is not None or pod.init_exit_code is not None
@@ -150,7 +154,7 @@ def _count_refusals(facts: Facts, previous_entries: tuple[StartFailureNode, ...]
             continue
         if previous is None or previous.ordinal < pod.ordinal:
             times = 1 if previous is None else min(previous.times + 1, 1000)
-            nodes[pod.node] = StartFailureNode(node=pod.node, times=times, at=facts.now, ordinal=pod.ordinal)
+            nodes[pod.node] = StartFailureNode(node=pod.node, times=times, at=context.now, ordinal=pod.ordinal)
     return tuple(_limit_nodes(nodes.values()))
 
 

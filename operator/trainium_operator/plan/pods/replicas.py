@@ -49,7 +49,7 @@ from trainium_operator.plan.pods.refused_pods import (
     limit_batch,
     record_start_failures,
 )
-from trainium_operator.plan.view.facts import Facts, find_creation_blocker, is_unfit, reconcile_object
+from trainium_operator.plan.view.context import PlanContext, find_creation_blocker, is_unfit, reconcile_object
 from trainium_operator.plan.view.units import count_missing_pods, find_unit, select_surplus
 from trainium_operator.plan.view.workers import Worker, build_deletion, delete_ended_last
 
@@ -65,99 +65,103 @@ Json = dict[str, Any]
 _DIGITS = re.compile(r"\d+")
 
 
-def reconcile_configuration(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def reconcile_configuration(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Apply the configuration if it is missing or stale."""
-    if facts.now < facts.observed.create_after:
-        return PolicyResult(status=status, requeue_at=(facts.observed.create_after,))
-    if facts.size.shape is None:
+    if context.now < context.observed.create_after:
+        return PolicyResult(status=status, requeue_at=(context.observed.create_after,))
+    if context.size.shape is None:
         return PolicyResult(status=status)
-    manifest = build_config_map(facts.job, facts.observed.ca_bundle)
-    exists = f"{manifest['kind']}/{manifest['metadata']['name']}" in facts.observed.children
-    if exists and facts.job.unknown:
+    manifest = build_config_map(context.job, context.observed.ca_bundle)
+    exists = f"{manifest['kind']}/{manifest['metadata']['name']}" in context.observed.children
+    if exists and context.job.unknown:
         return PolicyResult(status=status)
-    return reconcile_object(facts, status, manifest, ApplyObject)
+    return reconcile_object(context, status, manifest, ApplyObject)
 
 
-def reconcile_pods(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> PolicyResult:
+def reconcile_pods(
+    context: PlanContext, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]
+) -> PolicyResult:
     """Delete and create pods until they match the desired ones."""
-    result = _reconcile_pods(facts, status, failed_members)
-    deleted = (*facts.non_members, *(failed.worker for failed in failed_members if failed.worker is not None))
+    result = _reconcile_pods(context, status, failed_members)
+    deleted = (*context.non_members, *(failed.worker for failed in failed_members if failed.worker is not None))
     return replace(result, actions=delete_ended_last(result.actions, deleted))
 
 
-def _reconcile_pods(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> PolicyResult:
+def _reconcile_pods(
+    context: PlanContext, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]
+) -> PolicyResult:
     lost_uids = {failed.member.pod_uid for failed in failed_members}
     deletions: list[DeletePod] = []
     for failed in failed_members:
         if failed.worker is not None and not failed.keeps_pod:
             deletions += build_deletion(failed.worker, force=failed.force_delete)
-    broken = find_broken_units(facts, status)
-    non_members, result = _sort_outsiders(facts, status, broken)
+    broken = find_broken_units(context, status)
+    non_members, result = _sort_outsiders(context, status, broken)
     result = PolicyResult(status=status, actions=tuple(deletions)).combine(result)
-    status = result.status.replaced(start_failures=record_start_failures(facts, result.status))
+    status = result.status.replaced(start_failures=record_start_failures(context, result.status))
     # Failures that this plan has counted: replacements must avoid their nodes.
-    avoid = failure_budgets.list_avoided_nodes(status.failures, facts.now)
-    status = status.replaced(avoided_nodes=add_refusing_nodes(avoid, status, facts.now))
+    avoid = failure_budgets.list_avoided_nodes(status.failures, context.now)
+    status = status.replaced(avoided_nodes=add_refusing_nodes(avoid, status, context.now))
     # Members that a smaller generation leaves out still count: they become its spares, or surplus once it trains.
-    replaced = broken | {find_unit(worker.pod) for _, worker in find_members_to_move(facts)}
-    staying = [worker for member, worker in facts.members if worker is not None and member.pod_uid not in lost_uids]
-    wanted_extras = _count_extras_to_keep(facts, status)
-    requested = status.desired - status.idle_nodes.taken + _count_spares_to_keep(facts)
+    replaced = broken | {find_unit(worker.pod) for _, worker in find_members_to_move(context)}
+    staying = [worker for member, worker in context.members if worker is not None and member.pod_uid not in lost_uids]
+    wanted_extras = _count_extras_to_keep(context, status)
+    requested = status.desired - status.idle_nodes.taken + _count_spares_to_keep(context)
     extras = sum(worker.pod.extra for worker in non_members) + sum(
-        worker is not None and worker.pod.extra for member, worker in facts.members if member.pod_uid not in lost_uids
+        worker is not None and worker.pod.extra for member, worker in context.members if member.pod_uid not in lost_uids
     )
     # An extra beyond the wanted ones counts as a requested worker.
     counted = [find_unit(worker.pod) for worker in (*staying, *non_members)][min(extras, wanted_extras) :]
     counted = [unit for unit in counted if unit not in replaced]
-    missing, completed = count_missing_pods(counted, requested, facts.unit_nodes)
+    missing, completed = count_missing_pods(counted, requested, context.unit_nodes)
     missing_extras = max(0, wanted_extras - extras)
     if missing + missing_extras > 0:
-        return result.combine(_create_pods(facts, status, missing, missing_extras, completed))
-    surplus = _delete_surplus(facts, status, non_members, counted, requested)
+        return result.combine(_create_pods(context, status, missing, missing_extras, completed))
+    surplus = _delete_surplus(context, status, non_members, counted, requested)
     return result.combine(PolicyResult(status=status, actions=surplus))
 
 
-def _is_superseded(facts: Facts, status: PublicStatus) -> bool:
+def _is_superseded(context: PlanContext, status: PublicStatus) -> bool:
     """Return whether the current generation is about to be left."""
-    return facts.current is not None and status.membership.generation > facts.current.generation
+    return context.current is not None and status.membership.generation > context.current.generation
 
 
 def _sort_outsiders(
-    facts: Facts, status: TrainingJobStatus, broken: frozenset[str]
+    context: PlanContext, status: TrainingJobStatus, broken: frozenset[str]
 ) -> tuple[list[Worker], PolicyResult]:
     """Return non_members that count; delete the others, except the evidence of workers that do not start."""
-    evidence = _list_workers_kept_for_logs(facts)
+    evidence = _list_workers_kept_for_logs(context)
     usable: list[Worker] = []
     deletions: list[DeletePod] = []
     events: list[EventIntent] = []
-    current_hash = compute_template_hash(facts.job, facts.settings) if facts.non_members else ""
-    released = list_released_nodes(facts)
-    for worker in facts.non_members:
+    current_hash = compute_template_hash(context.job, context.settings) if context.non_members else ""
+    released = list_released_nodes(context)
+    for worker in context.non_members:
         if worker in evidence:
             continue
-        is_outdated_worker = not facts.job.unknown and _is_outdated_pod(worker, current_hash)
+        is_outdated_worker = not context.job.unknown and _is_outdated_pod(worker, current_hash)
         is_outdated_worker = is_outdated_worker or _is_unschedulable(worker, released)
         if (
             worker.alive
             and not is_outdated_worker
-            and not any(feature.is_misplaced(facts, status, worker) for feature in facts.features)
+            and not any(feature.is_misplaced(context, status, worker) for feature in context.features)
         ):
-            if not is_unfit(facts, worker) and find_unit(worker.pod) not in broken:
+            if not is_unfit(context, worker) and find_unit(worker.pod) not in broken:
                 usable.append(worker)
-            elif _has_left(facts, status, worker):
+            elif _has_left(context, status, worker):
                 deletions += build_deletion(worker)
             continue
-        failure = _detect_failure(facts, status, worker)
+        failure = _detect_failure(context, status, worker)
         if failure is not None:
             if failure.node or not worker.pod.extra:  # a missing optional worker does not end a job
-                status = status.replaced(failures=_count_failure(facts, status, failure))
+                status = status.replaced(failures=_count_failure(context, status, failure))
             events.append(
                 build_event_intent(
                     Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name, series=failure.series
                 )
             )
             if (
-                failure_budgets.describe_exhausted_budget(status.failures, facts.job.spec.recovery, facts.now)
+                failure_budgets.describe_exhausted_budget(status.failures, context.job.spec.recovery, context.now)
                 is not None
             ):
                 continue  # the next plan ends the job and names this pod, and its log states why
@@ -165,22 +169,22 @@ def _sort_outsiders(
     return usable, PolicyResult(status=status, actions=tuple(deletions), events=tuple(events))
 
 
-def _list_workers_kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
+def _list_workers_kept_for_logs(context: PlanContext) -> tuple[Worker, ...]:
     """Return the newest workers that failed before any step.
 
     None of them holds a node that the next attempt needs.
     """
-    failed = find_start_failures(facts)[-MAX_START_FAILURES:]
-    if any(worker.pod.unschedulable_message for worker in facts.non_members):
+    failed = find_start_failures(context)[-MAX_START_FAILURES:]
+    if any(worker.pod.unschedulable_message for worker in context.non_members):
         return tuple(worker for worker in failed if not worker.holds_node)
     return failed
 
 
-def _has_left(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
+def _has_left(context: PlanContext, status: PublicStatus, worker: Worker) -> bool:
     """Return whether an outsider on a bad node no longer runs a process of a generation, or never did."""
     heartbeat = worker.heartbeat
     is_idle = heartbeat is None or heartbeat.phase is WorkerPhase.STANDBY
-    return is_idle or facts.current is None or (facts.is_settled and not _is_superseded(facts, status))
+    return is_idle or context.current is None or (context.is_settled and not _is_superseded(context, status))
 
 
 def _is_outdated_pod(worker: Worker, current_hash: str) -> bool:
@@ -208,29 +212,31 @@ class _OutsiderFailure:
     """Failures with the same series are one event with a count; numbers in a message (ordinals, times) are ignored."""
 
 
-def _detect_failure(facts: Facts, memory: InternalStatus, worker: Worker) -> _OutsiderFailure | None:
+def _detect_failure(context: PlanContext, memory: InternalStatus, worker: Worker) -> _OutsiderFailure | None:
     failed = worker.pod.phase is PodPhase.FAILED
     if not (failed or worker.has_given_up) or failure_budgets.has_record(memory, worker.pod.name):
         return None
-    if failed and _was_deleted(facts, worker):
+    if failed and _was_deleted(context, worker):
         return None
-    return _find_ended_pod_failure(facts, worker) if failed else _find_preflight_failure(facts, worker)
+    return _find_ended_pod_failure(context, worker) if failed else _find_preflight_failure(context, worker)
 
 
-def _was_deleted(facts: Facts, worker: Worker) -> bool:
+def _was_deleted(context: PlanContext, worker: Worker) -> bool:
     """Return whether it ended because a user or a plan deleted it, not because of a broken device."""
     pod = worker.pod
-    return pod.deleting and classify_ended_pod(pod, facts.job.spec.recovery.rules).cause is not Cause.DEVICE
+    return pod.deleting and classify_ended_pod(pod, context.job.spec.recovery.rules).cause is not Cause.DEVICE
 
 
-def _count_failure(facts: Facts, memory: InternalStatus, failure: _OutsiderFailure) -> tuple[FailureRecord, ...]:
-    record = FailureRecord(at=facts.now, cause=failure.cause, pod=failure.pod, node=failure.node)
-    return failure_budgets.record_failure(memory.failures, record, facts.job.spec.recovery)
+def _count_failure(
+    context: PlanContext, memory: InternalStatus, failure: _OutsiderFailure
+) -> tuple[FailureRecord, ...]:
+    record = FailureRecord(at=context.now, cause=failure.cause, pod=failure.pod, node=failure.node)
+    return failure_budgets.record_failure(memory.failures, record, context.job.spec.recovery)
 
 
-def _find_ended_pod_failure(facts: Facts, worker: Worker) -> _OutsiderFailure:
+def _find_ended_pod_failure(context: PlanContext, worker: Worker) -> _OutsiderFailure:
     pod = worker.pod
-    cause = classify_ended_pod(pod, facts.job.spec.recovery.rules).cause
+    cause = classify_ended_pod(pod, context.job.spec.recovery.rules).cause
     evicted_for = find_eviction_cause(pod)
     is_node_blamed = has_failed_by_itself(pod) if evicted_for is None else suspects_node(cause)
     blamed_node = pod.node if is_node_blamed else ""
@@ -252,11 +258,11 @@ def _describe_end(pod: PodView, cause: Cause) -> tuple[str, str]:
     return f" ({cause.value}{code})", pod.message or pod.reason
 
 
-def _find_preflight_failure(facts: Facts, worker: Worker) -> _OutsiderFailure | None:
+def _find_preflight_failure(context: PlanContext, worker: Worker) -> _OutsiderFailure | None:
     pod, heartbeat = worker.pod, worker.heartbeat
     if heartbeat is None or heartbeat.verdict is None:
         return None
-    classification = classify_process_failure(heartbeat, heartbeat.verdict, facts.job.spec.recovery.rules)
+    classification = classify_process_failure(heartbeat, heartbeat.verdict, context.job.spec.recovery.rules)
     is_node_blamed = suspects_node(classification.cause) and classification.response is not Response.REPLACE_WORKER
     return _OutsiderFailure(
         cause=classification.cause,
@@ -270,71 +276,75 @@ def _find_preflight_failure(facts: Facts, worker: Worker) -> _OutsiderFailure | 
 
 
 def _create_pods(
-    facts: Facts, status: TrainingJobStatus, missing: int, extras: int, completed: tuple[str, ...]
+    context: PlanContext, status: TrainingJobStatus, missing: int, extras: int, completed: tuple[str, ...]
 ) -> PolicyResult:
     """Create this many requested workers, the first of which complete units, and this many beyond them."""
-    if find_creation_blocker(facts) is not None:
+    if find_creation_blocker(context) is not None:
         return PolicyResult(status=status)
-    resume_at = max(failure_budgets.find_backoff_end(status.failures, facts.now), find_next_creation(status, facts.now))
-    create_at = max(resume_at, facts.observed.create_after)
-    if facts.now < create_at:
+    resume_at = max(
+        failure_budgets.find_backoff_end(status.failures, context.now), find_next_creation(status, context.now)
+    )
+    create_at = max(resume_at, context.observed.create_after)
+    if context.now < create_at:
         return PolicyResult(status=status, requeue_at=(create_at,))
-    missing, requeue_at = limit_batch(facts, status, missing)
+    missing, requeue_at = limit_batch(context, status, missing)
     if missing + extras == 0:
         return PolicyResult(status=status, requeue_at=requeue_at)
-    highest = max((worker.pod.ordinal for worker in facts.workers.values()), default=-1)
+    highest = max((worker.pod.ordinal for worker in context.workers.values()), default=-1)
     next_ordinal = status.next_pod_ordinal
     first = max(next_ordinal if next_ordinal <= names.LAST_ORDINAL else 0, highest + 1)
     ordinals = range(first, first + missing + extras)
     status = status.replaced(next_pod_ordinal=ordinals.stop)
-    avoided = AvoidedNodes(required=list_forbidden_nodes(facts, status), preferred=status.avoided_nodes)
-    manifests = build_worker_pods(facts.job, facts.settings, ordinals, avoided, extras=extras)
-    manifests = [{**pod, "spec": add_affinity(pod["spec"], facts.job, facts.settings)} for pod in manifests]
-    manifests = _assign_units(facts, manifests, ordinals, completed)
+    avoided = AvoidedNodes(required=list_forbidden_nodes(context, status), preferred=status.avoided_nodes)
+    manifests = build_worker_pods(context.job, context.settings, ordinals, avoided, extras=extras)
+    manifests = [{**pod, "spec": add_affinity(pod["spec"], context.job, context.settings)} for pod in manifests]
+    manifests = _assign_units(context, manifests, ordinals, completed)
     actions: tuple[Action, ...] = ()
-    for feature in facts.features:
-        applied_actions, manifests = feature.place_pods(facts, status, manifests)
+    for feature in context.features:
+        applied_actions, manifests = feature.place_pods(context, status, manifests)
         actions += applied_actions
     return PolicyResult(status=status, actions=(*actions, *map(CreatePod, manifests)))
 
 
-def _assign_units(facts: Facts, manifests: list[Json], ordinals: range, completed: tuple[str, ...]) -> list[Json]:
+def _assign_units(
+    context: PlanContext, manifests: list[Json], ordinals: range, completed: tuple[str, ...]
+) -> list[Json]:
     """Return the pods, each placed with the others of its unit, where a unit has several nodes."""
-    if facts.unit_nodes == 1:
+    if context.unit_nodes == 1:
         return manifests
-    topology_key = facts.job.spec.workers.accelerator.find_unit_label()
-    firsts = ordinals[len(completed) :: facts.unit_nodes]
-    new_units = (names.format_unit_name(facts.job.id, first) for first in firsts for _ in range(facts.unit_nodes))
+    topology_key = context.job.spec.workers.accelerator.find_unit_label()
+    firsts = ordinals[len(completed) :: context.unit_nodes]
+    new_units = (names.format_unit_name(context.job.id, first) for first in firsts for _ in range(context.unit_nodes))
     return [
         assign_unit(pod, unit, topology_key)
         for pod, unit in zip(manifests, chain(completed, new_units), strict=False)  # the last unit may lack pods
     ]
 
 
-def _count_spares_to_keep(facts: Facts) -> int:
-    wanted = facts.size.reserve + facts.job.spec.workers.spares
-    return wanted if facts.grant is None else min(wanted, facts.grant.spares)
+def _count_spares_to_keep(context: PlanContext) -> int:
+    wanted = context.size.reserve + context.job.spec.workers.spares
+    return wanted if context.grant is None else min(wanted, context.grant.spares)
 
 
-def _count_extras_to_keep(facts: Facts, status: PublicStatus) -> int:
+def _count_extras_to_keep(context: PlanContext, status: PublicStatus) -> int:
     wanted = status.idle_nodes.wanted
-    return wanted if facts.grant is None else max(0, min(wanted, facts.grant.workers - facts.size.desired))
+    return wanted if context.grant is None else max(0, min(wanted, context.grant.workers - context.size.desired))
 
 
 def _delete_surplus(
-    facts: Facts, status: PublicStatus, non_members: list[Worker], counted: list[str], requested: int
+    context: PlanContext, status: PublicStatus, non_members: list[Worker], counted: list[str], requested: int
 ) -> tuple[DeletePod, ...]:
     """Return the pods to delete of those that are counted, by unit, beyond the requested: those that never ran at once.
 
     Others only when the current generation trains, so that none is still saving.
     """
-    is_steady = facts.current is None or (facts.is_settled and not _is_superseded(facts, status))
-    is_at_size = facts.current is None or len(facts.current.members) == status.desired
+    is_steady = context.current is None or (context.is_settled and not _is_superseded(context, status))
+    is_at_size = context.current is None or len(context.current.members) == status.desired
 
     def order(worker: Worker) -> tuple[bool, bool, bool, int]:
         return not worker.pod.extra, not worker.never_ran, worker.warm, -worker.pod.ordinal
 
     candidates = sorted(non_members, key=order)
-    surplus = select_surplus(candidates, counted, requested, facts.unit_nodes)
+    surplus = select_surplus(candidates, counted, requested, context.unit_nodes)
     deleted = (worker for worker in surplus if worker.never_ran or (is_steady and is_at_size))
     return tuple(action for worker in deleted for action in build_deletion(worker))

@@ -30,38 +30,38 @@ from trainium_operator.plan.view.progress import is_past_steps
 
 if TYPE_CHECKING:
     from trainium_contract.job import GoodputStatus, TrainingJobStatus
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
 
 
-def split_by_stage(facts: Facts, entry: Interruption, start: float, end: float) -> StageSeconds:
+def split_by_stage(context: PlanContext, entry: Interruption, start: float, end: float) -> StageSeconds:
     """Return the seconds of this interruption from `start` to `end` (Unix seconds), by stage."""
     seconds, at = {}, start
-    for stage, ended in zip(STAGES, (*_stage_ends(facts, entry, end), end), strict=True):
+    for stage, ended in zip(STAGES, (*_stage_ends(context, entry, end), end), strict=True):
         until = min(max(at, ended), end)
         seconds[stage] = round(until - at, 3)
         at = until
     return StageSeconds(**seconds)
 
 
-def _stage_ends(facts: Facts, entry: Interruption, end: float) -> tuple[float, ...]:
+def _stage_ends(context: PlanContext, entry: Interruption, end: float) -> tuple[float, ...]:
     """Return when all stages but the last ended; `end` for one that has not, or whose end is unknown."""
     failed_at = entry.failed_at if entry.failed_at is not None else end
     detected = failed_at + (entry.detected_seconds or 0.0)
     decided = detected if entry.response is RecoveryResponse.IN_PLACE else entry.decided_at
     if decided is None:
         return detected, end, end, end, end
-    started, loaded = _start_and_load_times(facts, entry)
-    compiled = end if _is_compiling(facts) else loaded + (entry.stages.compile if entry.stages else 0.0)
+    started, loaded = _start_and_load_times(context, entry)
+    compiled = end if _is_compiling(context) else loaded + (entry.stages.compile if entry.stages else 0.0)
     return detected, decided, started or loaded or end, loaded or end, compiled
 
 
-def _is_compiling(facts: Facts) -> bool:
+def _is_compiling(context: PlanContext) -> bool:
     """Return whether a job that compiles ahead has made no step yet at a size that it has not compiled."""
-    compiled_sizes = facts.job.status.compiled.sizes or facts.size.compiled_first
-    return bool(facts.job.spec.workload.compile_command) and len(facts.members) not in compiled_sizes
+    compiled_sizes = context.job.status.compiled.sizes or context.size.compiled_first
+    return bool(context.job.spec.workload.compile_command) and len(context.members) not in compiled_sizes
 
 
-def _start_and_load_times(facts: Facts, entry: Interruption) -> tuple[float, float]:
+def _start_and_load_times(context: PlanContext, entry: Interruption) -> tuple[float, float]:
     """Return when the slowest member's processes had started, and had loaded, in a later attempt.
 
     0 while not all have reported it. Once an interruption is over, each report counts, because the heartbeat that ended
@@ -69,12 +69,12 @@ def _start_and_load_times(facts: Facts, entry: Interruption) -> tuple[float, flo
     """
     reports = [
         heartbeat.progress
-        for _, heartbeat in facts.heartbeats
+        for _, heartbeat in context.heartbeats
         if heartbeat.progress is not None
         and (heartbeat.generation, heartbeat.attempt) > (entry.generation, entry.attempt)
     ]
     is_over = entry.recovered_seconds is not None
-    if not is_over and len(reports) < len(facts.members):
+    if not is_over and len(reports) < len(context.members):
         return 0.0, 0.0
     return _find_latest_time([report.started for report in reports], over=is_over), _find_latest_time(
         [report.loaded for report in reports], over=is_over
@@ -88,69 +88,69 @@ def _find_latest_time(times: list[float], *, over: bool) -> float:
 _MAX_STAGES = 8
 
 
-def update_goodput(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def update_goodput(context: PlanContext, status: TrainingJobStatus) -> TrainingJobStatus:
     """Update the ledger; call when this plan's changes of the history are complete."""
     goodput = status.goodput
-    held_nodes, is_running = _count_held_nodes(facts), facts.current is not None
+    held_nodes, is_running = _count_held_nodes(context), context.current is not None
     if not is_running and not held_nodes:
         return status.replaced(goodput=goodput.replaced(accounted_until=None, starting=True))
-    since = goodput.accounted_until if goodput.accounted_until is not None else facts.now
-    passed_seconds = max(0.0, facts.now - since)
+    since = goodput.accounted_until if goodput.accounted_until is not None else context.now
+    passed_seconds = max(0.0, context.now - since)
     node_seconds = goodput.node_seconds + passed_seconds * held_nodes
-    goodput = goodput.replaced(accounted_until=facts.now, node_seconds=round(node_seconds, 3))
+    goodput = goodput.replaced(accounted_until=context.now, node_seconds=round(node_seconds, 3))
     if not is_running:
-        goodput = _charge_wait_for_start(facts, goodput.replaced(starting=True), passed_seconds)
-        return status.replaced(goodput=_compute_totals(facts, goodput, pending=0.0))
-    old = facts.job.status
+        goodput = _charge_wait_for_start(context, goodput.replaced(starting=True), passed_seconds)
+        return status.replaced(goodput=_compute_totals(context, goodput, pending=0.0))
+    old = context.job.status
     # A fault that is detected late began in the time set aside for a stage, which stays open until all is charged.
     aside_seconds = sum(goodput.stage_seconds.values()) if is_past_steps(old) else 0.0
     wall_seconds = round(goodput.wall_seconds + aside_seconds + passed_seconds, 3)
     goodput = goodput.replaced(wall_seconds=wall_seconds)
     is_interrupted, is_starting = any(entry.is_open for entry in status.history), goodput.starting
-    recent_stage_seconds = 0.0 if is_interrupted else _measure_recent_stage(facts, passed_seconds)
-    goodput = _charge_startup(facts, goodput, 0.0 if is_interrupted else passed_seconds - recent_stage_seconds)
+    recent_stage_seconds = 0.0 if is_interrupted else _measure_recent_stage(context, passed_seconds)
+    goodput = _charge_startup(context, goodput, 0.0 if is_interrupted else passed_seconds - recent_stage_seconds)
     lost_before = _sum_lost_seconds(goodput)
-    goodput, history = _charge_interruptions(facts, status.history, goodput, passed_seconds if is_starting else None)
+    goodput, history = _charge_interruptions(context, status.history, goodput, passed_seconds if is_starting else None)
     stage_seconds = aside_seconds + passed_seconds - (_sum_lost_seconds(goodput) - lost_before)
     if is_starting or not is_past_steps(old) or any(entry.is_open for entry in old.history):
         stage_seconds = min(stage_seconds, aside_seconds + recent_stage_seconds)
     goodput = _set_stage_seconds(
         goodput,
-        old.stage if is_past_steps(old) else _find_current_stage(facts),
+        old.stage if is_past_steps(old) else _find_current_stage(context),
         max(0.0, stage_seconds),
         aside_seconds,
         held_nodes,
     )
     was_interrupted = any(entry.is_open for entry in old.history)
-    is_undisturbed = not (is_interrupted or was_interrupted or is_starting or _find_current_stage(facts))
-    goodput = sample_step_time(facts, goodput, clean=is_undisturbed)
-    pending_seconds = _measure_current_step(facts, goodput) if is_undisturbed else 0.0
-    totals = _compute_totals(facts, goodput, pending=pending_seconds)
-    if is_undisturbed and (cause := _find_waiting_cause(facts)):
-        totals = _charge_waiting(facts, totals, cause, old.goodput, pending=pending_seconds)
+    is_undisturbed = not (is_interrupted or was_interrupted or is_starting or _find_current_stage(context))
+    goodput = sample_step_time(context, goodput, clean=is_undisturbed)
+    pending_seconds = _measure_current_step(context, goodput) if is_undisturbed else 0.0
+    totals = _compute_totals(context, goodput, pending=pending_seconds)
+    if is_undisturbed and (cause := _find_waiting_cause(context)):
+        totals = _charge_waiting(context, totals, cause, old.goodput, pending=pending_seconds)
     return status.replaced(goodput=totals, history=history)
 
 
-def _find_waiting_cause(facts: Facts) -> str:
+def _find_waiting_cause(context: PlanContext) -> str:
     """Return the key for time without steps now; empty if a feature waits for nothing."""
-    return next(filter(None, (feature.find_waiting_cause(facts) for feature in facts.features)), "")
+    return next(filter(None, (feature.find_waiting_cause(context) for feature in context.features)), "")
 
 
-def _charge_wait_for_start(facts: Facts, goodput: GoodputStatus, passed_seconds: float) -> GoodputStatus:
+def _charge_wait_for_start(context: PlanContext, goodput: GoodputStatus, passed_seconds: float) -> GoodputStatus:
     """Charge the time in which enough warm workers wait for something else before they begin."""
-    cause = _find_waiting_cause(facts)
-    if not cause or len(facts.candidates) < facts.job.status.desired or not facts.candidates:
+    cause = _find_waiting_cause(context)
+    if not cause or len(context.candidates) < context.job.status.desired or not context.candidates:
         return goodput
     wall_seconds = round(goodput.wall_seconds + passed_seconds, 3)
     return _add_waiting(goodput.replaced(wall_seconds=wall_seconds), cause, passed_seconds)
 
 
 def _charge_waiting(
-    facts: Facts, goodput: GoodputStatus, cause: str, before: GoodputStatus, *, pending: float
+    context: PlanContext, goodput: GoodputStatus, cause: str, before: GoodputStatus, *, pending: float
 ) -> GoodputStatus:
     """Move the overhead that was added while a feature waited to its cause."""
     seconds = goodput.lost_seconds.get(OVERHEAD, 0.0) - before.lost_seconds.get(OVERHEAD, 0.0)
-    return _compute_totals(facts, _add_waiting(goodput, cause, seconds), pending=pending) if seconds > 0 else goodput
+    return _compute_totals(context, _add_waiting(goodput, cause, seconds), pending=pending) if seconds > 0 else goodput
 
 
 def _add_waiting(goodput: GoodputStatus, cause: str, seconds: float) -> GoodputStatus:
@@ -159,18 +159,18 @@ def _add_waiting(goodput: GoodputStatus, cause: str, seconds: float) -> GoodputS
     return goodput.replaced(lost_seconds=_drop_zeros(lost_seconds), lost_by_stage=_drop_zeros(by_stage))
 
 
-def _find_current_stage(facts: Facts) -> str:
+def _find_current_stage(context: PlanContext) -> str:
     """Return the stage after the last step that the ranks are in; empty for none."""
-    progress = facts.newest_progress
+    progress = context.newest_progress
     return "" if progress is None or progress.training else progress.stage
 
 
-def _measure_recent_stage(facts: Facts, passed: float) -> float:
+def _measure_recent_stage(context: PlanContext, passed: float) -> float:
     """Return how much of the last `passed` seconds the ranks were in their present stage."""
-    progress = facts.newest_progress
+    progress = context.newest_progress
     if progress is None or progress.training:
         return 0.0
-    return min(passed, max(0.0, facts.now - progress.stage_since)) if progress.stage_since else passed
+    return min(passed, max(0.0, context.now - progress.stage_since)) if progress.stage_since else passed
 
 
 def _set_stage_seconds(goodput: GoodputStatus, stage: str, seconds: float, before: float, held: int) -> GoodputStatus:
@@ -192,13 +192,13 @@ def _set_stage_seconds(goodput: GoodputStatus, stage: str, seconds: float, befor
     )
 
 
-def _count_held_nodes(facts: Facts) -> int:
+def _count_held_nodes(context: PlanContext) -> int:
     """Return the nodes that this job's pods hold, spares included, and those in quarantine because of it."""
-    held_nodes = {worker.pod.node for worker in facts.workers.values() if worker.pod.node and worker.holds_node}
-    return len(held_nodes | (facts.observed.fleet.quarantined & set(facts.job.status.avoided_nodes)))
+    held_nodes = {worker.pod.node for worker in context.workers.values() if worker.pod.node and worker.holds_node}
+    return len(held_nodes | (context.observed.fleet.quarantined & set(context.job.status.avoided_nodes)))
 
 
-def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> GoodputStatus:
+def _charge_startup(context: PlanContext, goodput: GoodputStatus, passed: float) -> GoodputStatus:
     """Charge time to start-up until a new step is seen, without the time after the end of that step.
 
     A program without steps has started when all of its processes run. If steps follow later, as after a compilation,
@@ -208,28 +208,28 @@ def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> Good
         goodput.starting,
         not any(account.steps for account in goodput.sizes) and not goodput.earlier_seconds,
     )
-    goodput, steps, ended_at = count_steps(facts, goodput)
-    if not starting and is_first and steps and not facts.job.spec.workload.reports_each_step:
+    goodput, steps, ended_at = count_steps(context, goodput)
+    if not starting and is_first and steps and not context.job.spec.workload.reports_each_step:
         starting, passed = True, max(passed, goodput.wall_seconds - _sum_lost_seconds(goodput))
     if not starting:
         return goodput
     lost_seconds = goodput.lost_seconds.get(STARTUP, 0.0) + passed
     if steps and passed:
-        seconds_after = min(passed, max(0.0, facts.now - ended_at)) if ended_at else 0.0
-        lost_seconds -= seconds_after + steps * _find_reference_step_seconds(facts, goodput)
+        seconds_after = min(passed, max(0.0, context.now - ended_at)) if ended_at else 0.0
+        lost_seconds -= seconds_after + steps * _find_reference_step_seconds(context, goodput)
     return _set_loss(goodput, STARTUP, max(0.0, lost_seconds), StageSeconds(), startup=True).replaced(
-        starting=not steps and not _find_current_stage(facts) and facts.steady_time is None
+        starting=not steps and not _find_current_stage(context) and context.steady_time is None
     )
 
 
 def _charge_interruptions(
-    facts: Facts, history: tuple[Interruption, ...], goodput: GoodputStatus, starting: float | None
+    context: PlanContext, history: tuple[Interruption, ...], goodput: GoodputStatus, starting: float | None
 ) -> tuple[GoodputStatus, tuple[Interruption, ...]]:
     """Charge the loss of each interruption so far; one that an earlier plan closed is settled.
 
     `starting`: seconds since the last account, if no step had been made by then.
     """
-    status = facts.job.status
+    status = context.job.status
     closed = [closed_entry for closed_entry in status.history if not closed_entry.is_open]
     settled = {get_identity(closed_entry) for closed_entry in closed if closed_entry.stages is not None}
     charged = list(history)
@@ -238,11 +238,11 @@ def _charge_interruptions(
         entry = history[index]
         if entry.failed_at is None or entry.response is RecoveryResponse.STOP:
             continue
-        ended_at = facts.now if entry.is_open else entry.failed_at + (entry.recovered_seconds or 0.0)
+        ended_at = context.now if entry.is_open else entry.failed_at + (entry.recovered_seconds or 0.0)
         if get_identity(entry) not in settled:
             start = max(entry.failed_at, covered_until)
             stages = split_by_stage(
-                facts, entry, start, max(start, ended_at - _estimate_first_step_seconds(facts, goodput, entry))
+                context, entry, start, max(start, ended_at - _estimate_first_step_seconds(context, goodput, entry))
             )
             goodput, stages = _charge_interruption(goodput, entry, stages, starting)
             charged[index] = entry.replaced(stages=stages)
@@ -250,11 +250,11 @@ def _charge_interruptions(
     return goodput, tuple(charged)
 
 
-def _estimate_first_step_seconds(facts: Facts, goodput: GoodputStatus, entry: Interruption) -> float:
+def _estimate_first_step_seconds(context: PlanContext, goodput: GoodputStatus, entry: Interruption) -> float:
     """Return the reference time of the step that ended an interruption: it is productive; 0 without such a step."""
-    if entry.is_open or facts.job.spec.suspend or _find_current_stage(facts):
+    if entry.is_open or context.job.spec.suspend or _find_current_stage(context):
         return 0.0
-    return _find_reference_step_seconds(facts, goodput)
+    return _find_reference_step_seconds(context, goodput)
 
 
 def _charge_interruption(
@@ -302,25 +302,25 @@ def _sum_lost_seconds(goodput: GoodputStatus) -> float:
     return sum(value for key, value in goodput.lost_seconds.items() if key != OVERHEAD)
 
 
-def _find_reference_step_seconds(facts: Facts, goodput: GoodputStatus) -> float:
+def _find_reference_step_seconds(context: PlanContext, goodput: GoodputStatus) -> float:
     """Return the reference step time at the current size; 0 while there is none."""
-    return find_reference_seconds(goodput, len(facts.members), facts.job.spec.batch_shape()) or 0.0
+    return find_reference_seconds(goodput, len(context.members), context.job.spec.batch_shape()) or 0.0
 
 
-def _measure_current_step(facts: Facts, goodput: GoodputStatus) -> float:
+def _measure_current_step(context: PlanContext, goodput: GoodputStatus) -> float:
     """Return the seconds of the current step, at most the reference."""
     ended = goodput.window.at
-    if goodput.starting or ended is None or _find_current_stage(facts):
+    if goodput.starting or ended is None or _find_current_stage(context):
         return 0.0
-    return min(max(0.0, facts.now - ended), _find_reference_step_seconds(facts, goodput))
+    return min(max(0.0, context.now - ended), _find_reference_step_seconds(context, goodput))
 
 
-def _compute_totals(facts: Facts, goodput: GoodputStatus, *, pending: float) -> GoodputStatus:
+def _compute_totals(context: PlanContext, goodput: GoodputStatus, *, pending: float) -> GoodputStatus:
     """Compute sums and ratios; `pending` seconds belong to the current step."""
     wall_seconds, lost_seconds = goodput.wall_seconds, _sum_lost_seconds(goodput)
     available = max(0.0, wall_seconds - lost_seconds)
-    size = len(facts.members)
-    step_totals = compute_productive_seconds(goodput, facts.job.spec.batch_shape())
+    size = len(context.members)
+    step_totals = compute_productive_seconds(goodput, context.job.spec.batch_shape())
     if step_totals is None:
         productive, node_productive = available, available * size
     else:
@@ -331,7 +331,7 @@ def _compute_totals(facts: Facts, goodput: GoodputStatus, *, pending: float) -> 
     overhead = round(available - productive, 3)
     by_cause = {key: value for key, value in goodput.lost_seconds.items() if key != OVERHEAD}
     by_stage = {key: value for key, value in goodput.lost_by_stage.items() if key != OVERHEAD}
-    is_known = step_totals is not None or facts.job.spec.workload.reports_each_step
+    is_known = step_totals is not None or context.job.spec.workload.reports_each_step
     down_seconds = sum(by_stage.get(stage, 0.0) for stage in DOWN_STAGES)
     ratio = _compute_ratio(productive, wall_seconds) if is_known else None
     return goodput.replaced(

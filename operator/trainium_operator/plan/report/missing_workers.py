@@ -12,7 +12,7 @@ from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase, Po
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_names
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
-from trainium_operator.plan.view.facts import Facts, describe_creation_refusal, find_creation_blocker
+from trainium_operator.plan.view.context import PlanContext, describe_creation_refusal, find_creation_blocker
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -25,62 +25,62 @@ UNANSWERED_SECONDS = 30.0
 """A pod that neither a scheduler nor a kubelet has reported for longer is named."""
 
 
-def set_pods_ready(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def set_pods_ready(context: PlanContext, status: TrainingJobStatus) -> TrainingJobStatus:
     """Set the condition; while workers are missing, its message has the reason."""
     desired = status.desired
-    members = facts.member_uids
+    members = context.member_uids
     registered = sum(
         worker.alive and worker.agent is not None and worker.pod.phase is PodPhase.RUNNING
-        for worker in facts.workers.values()
+        for worker in context.workers.values()
         if not worker.finished
-    ) + sum(worker.finished for uid, worker in facts.workers.items() if uid in members)
+    ) + sum(worker.finished for uid, worker in context.workers.items() if uid in members)
     kind = ConditionType.PODS_READY
     if registered >= desired:
         message = f"{pluralize(desired, 'worker')} {'is' if desired == 1 else 'are'} registered"
-        return set_condition(status, kind, True, Reason.ALL_READY, message, now=facts.now)
-    reason, explanation = _explain_missing_workers(facts, status)
+        return set_condition(status, kind, True, Reason.ALL_READY, message, now=context.now)
+    reason, explanation = _explain_missing_workers(context, status)
     message = (
         f"{registered} of {pluralize(desired, 'worker')} {'is' if desired == 1 else 'are'} registered. {explanation}"
     )
-    return set_condition(status, kind, False, reason, message, now=facts.now)
+    return set_condition(status, kind, False, reason, message, now=context.now)
 
 
-def _explain_missing_workers(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
-    if conflicts := sorted(facts.observed.name_conflicts.items()):
+def _explain_missing_workers(context: PlanContext, status: TrainingJobStatus) -> tuple[Reason, str]:
+    if conflicts := sorted(context.observed.name_conflicts.items()):
         return Reason.NAME_TAKEN, conflicts[0][1]
-    if (refusal := describe_creation_refusal(facts)) is not None:
+    if (refusal := describe_creation_refusal(context)) is not None:
         return refusal
-    if (blocker := find_creation_blocker(facts)) is not None:
+    if (blocker := find_creation_blocker(context)) is not None:
         return blocker
-    unschedulable = [worker.pod for worker in facts.workers.values() if worker.pod.unschedulable_message]
+    unschedulable = [worker.pod for worker in context.workers.values() if worker.pod.unschedulable_message]
     if unschedulable:
         pods = format_names(tuple(pod.name for pod in unschedulable))
         return (
             Reason.UNSCHEDULABLE,
-            f"{pods} cannot be scheduled: {unschedulable[0].unschedulable_message}{_describe_capacity(facts)}",
+            f"{pods} cannot be scheduled: {unschedulable[0].unschedulable_message}{_describe_capacity(context)}",
         )
     waiting = [
         worker.pod
-        for worker in facts.workers.values()
+        for worker in context.workers.values()
         if worker.pod.phase in (PodPhase.PENDING, PodPhase.FAILED) and worker.pod.reason
     ]
     blocked_pods = [pod for pod in waiting if pod.reason not in STARTING_REASONS]
     if blocked_pods:
         pod = blocked_pods[-1]
         return Reason.WORKER_NOT_STARTING, f"{pod.location}: {pod.reason} {pod.message}"
-    if (unanswered := _explain_unanswered_pods(facts)) is not None:
+    if (unanswered := _explain_unanswered_pods(context)) is not None:
         return unanswered
-    if (start_failures := describe_start_failures(status, facts.now)) is not None:
+    if (start_failures := describe_start_failures(status, context.now)) is not None:
         return Reason.WORKER_NOT_STARTING, start_failures
-    return _explain_init_containers(facts) or (Reason.WAITING_FOR_WORKERS, "")
+    return _explain_init_containers(context) or (Reason.WAITING_FOR_WORKERS, "")
 
 
-def _explain_unanswered_pods(facts: Facts) -> tuple[Reason, str] | None:
+def _explain_unanswered_pods(context: PlanContext) -> tuple[Reason, str] | None:
     """Return which pods no scheduler has looked at, or which kubelet has not reported a pod."""
     silent = [
         worker.pod
-        for worker in facts.workers.values()
-        if _has_no_report(worker.pod) and facts.now >= worker.pod.created + UNANSWERED_SECONDS
+        for worker in context.workers.values()
+        if _has_no_report(worker.pod) and context.now >= worker.pod.created + UNANSWERED_SECONDS
     ]
     if not silent:
         return None
@@ -99,33 +99,33 @@ def _has_no_report(pod: PodView) -> bool:
     return waits and not (pod.reason or pod.unschedulable_message or pod.init_container)
 
 
-def _explain_init_containers(facts: Facts) -> tuple[Reason, str] | None:
+def _explain_init_containers(context: PlanContext) -> tuple[Reason, str] | None:
     """Return which init container runs; after `SLOW_INIT_SECONDS` it is a problem, except the operator's."""
     pending_pods = [
         worker.pod
-        for worker in facts.workers.values()
+        for worker in context.workers.values()
         if worker.pod.init_container and worker.pod.phase is PodPhase.PENDING
     ]
     if not pending_pods:
         return None
-    pod = min(pending_pods, key=lambda pod: (pod.init_since or facts.now, pod.ordinal))
-    seconds = facts.now - (pod.init_since or facts.now)
+    pod = min(pending_pods, key=lambda pod: (pod.init_since or context.now, pod.ordinal))
+    seconds = context.now - (pod.init_since or context.now)
     text = f"{pod.location}: init container {pod.init_container} is running"
     if pod.init_container == PRECOMPILE_CONTAINER or seconds < SLOW_INIT_SECONDS:
         return Reason.WAITING_FOR_WORKERS, text
     return Reason.WORKER_NOT_STARTING, (
         f"{text} for more than {SLOW_INIT_SECONDS // 60:.0f} minutes, and the worker waits for it: "
-        f"kubectl logs {pod.name} -c {pod.init_container} -n {facts.job.namespace}"
+        f"kubectl logs {pod.name} -c {pod.init_container} -n {context.job.namespace}"
     )
 
 
-def _describe_capacity(facts: Facts) -> str:
-    return "".join(feature.describe_capacity(facts) for feature in facts.features)
+def _describe_capacity(context: PlanContext) -> str:
+    return "".join(feature.describe_capacity(context) for feature in context.features)
 
 
-def find_slow_start_times(facts: Facts) -> tuple[float, ...]:
+def find_slow_start_times(context: PlanContext) -> tuple[float, ...]:
     """Return when init containers will have run, or pods will have waited for a report, for too long."""
-    pods = [worker.pod for worker in facts.workers.values()]
+    pods = [worker.pod for worker in context.workers.values()]
     deadlines = [pod.init_since + SLOW_INIT_SECONDS for pod in pods if pod.init_since is not None]
     deadlines += [pod.created + UNANSWERED_SECONDS for pod in pods if _has_no_report(pod)]
-    return tuple(at for at in deadlines if at > facts.now)
+    return tuple(at for at in deadlines if at > context.now)

@@ -12,14 +12,14 @@ from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import PolicyResult, build_event_intent
 from trainium_operator.plan.model.conditions import find_condition, is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.facts import describe_creation_refusal
+from trainium_operator.plan.view.context import describe_creation_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.model.observed import PodView, StrayPod
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
 
 _CONDITION = ConditionType.RECONCILED
 _MAX_SHOWN = 3
@@ -27,39 +27,39 @@ DELETION_SECONDS = 60.0
 """A pod that still exists for longer after its grace period is named."""
 
 
-def report_differences(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def report_differences(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Set the condition, and add an event when its reason is new."""
-    differences = tuple(_list_differences(facts, status))
+    differences = tuple(_list_differences(context, status))
     ends = (
-        pod.deletion_deadline + DELETION_SECONDS for pod in facts.observed.pods if pod.deletion_deadline is not None
+        pod.deletion_deadline + DELETION_SECONDS for pod in context.observed.pods if pod.deletion_deadline is not None
     )
-    requeue_at = tuple(at for at in ends if at > facts.now)
-    old = find_condition(facts.job.status, _CONDITION)
+    requeue_at = tuple(at for at in ends if at > context.now)
+    old = find_condition(context.job.status, _CONDITION)
     if not differences:
         if old is not None:
-            status = set_condition(status, _CONDITION, True, Reason.RECONCILED, "", now=facts.now)
+            status = set_condition(status, _CONDITION, True, Reason.RECONCILED, "", now=context.now)
         return PolicyResult(status=status, requeue_at=requeue_at)
     more = f"; and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
     reason, text = differences[0][0], "; ".join(sentence for _, sentence in differences[:_MAX_SHOWN]) + more
-    status = set_condition(status, _CONDITION, False, reason, text, now=facts.now)
+    status = set_condition(status, _CONDITION, False, reason, text, now=context.now)
     is_new = old is None or old.reason != reason
     events = (build_event_intent(reason, text, warning=True),) if is_new else ()
     return PolicyResult(status=status, events=events, requeue_at=requeue_at)
 
 
-def _list_differences(facts: Facts, status: TrainingJobStatus) -> Iterator[tuple[Reason, str]]:
+def _list_differences(context: PlanContext, status: TrainingJobStatus) -> Iterator[tuple[Reason, str]]:
     """Yield each difference with its reason, as a sentence without a full stop."""
     if is_true(status, ConditionType.PODS_READY):  # otherwise that condition has it
-        creation_refusal = describe_creation_refusal(facts)
+        creation_refusal = describe_creation_refusal(context)
         yield from () if creation_refusal is None else (creation_refusal,)
-    for stray in facts.observed.strays:
-        yield Reason.STRAY_PODS, _describe_stray(stray, facts.job.namespace)
-    for pod in facts.observed.pods:
-        if pod.deletion_deadline is not None and facts.now >= pod.deletion_deadline + DELETION_SECONDS:
+    for stray in context.observed.strays:
+        yield Reason.STRAY_PODS, _describe_stray(stray, context.job.namespace)
+    for pod in context.observed.pods:
+        if pod.deletion_deadline is not None and context.now >= pod.deletion_deadline + DELETION_SECONDS:
             yield Reason.DELETION_PENDING, _describe_pending_deletion(pod)
-    pods = {pod.name for pod in facts.observed.pods}
-    own_condition = f"NetworkPolicy/{names.format_network_policy_name(facts.job.name)}"
-    for place, refusal in sorted(facts.observed.refusals.items()):
+    pods = {pod.name for pod in context.observed.pods}
+    own_condition = f"NetworkPolicy/{names.format_network_policy_name(context.job.name)}"
+    for place, refusal in sorted(context.observed.refusals.items()):
         kind, _, name = place.partition("/")
         if place == own_condition or (kind == "Pod" and name not in pods):
             continue

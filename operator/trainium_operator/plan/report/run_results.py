@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
     from trainium_contract.wire.messages import Progress
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
 
 _ACTIVITIES = {RunStage.EXPORT.value: "writing artifacts", RunStage.EVALUATE.value: "evaluating"}
 
 
-def record_results(facts: Facts, status: TrainingJobStatus, reports: list[Progress]) -> TrainingJobStatus:
+def record_results(context: PlanContext, status: TrainingJobStatus, reports: list[Progress]) -> TrainingJobStatus:
     """Update stage, artifacts and evaluation; `reports` are those of the members, by rank."""
     reported = [artifact for report in reports for artifact in report.artifacts]
     status = status.replaced(
         artifacts=_merge_artifacts(status.artifacts, reported) if reported else status.artifacts,
         evaluation=next((report.evaluation for report in reports if report.evaluation), status.evaluation),
     )
-    newest = facts.newest_progress
+    newest = context.newest_progress
     if newest is None:
         return status
     fraction = None if newest.training or newest.stage_progress is None else min(max(newest.stage_progress, 0.0), 1.0)

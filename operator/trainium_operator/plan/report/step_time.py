@@ -16,16 +16,16 @@ from trainium_contract.status.ledger import MAX_SIZES, SizeAccount
 if TYPE_CHECKING:
     from trainium_contract.job import GoodputStatus
     from trainium_contract.sizes import BatchShape
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
 
 _CLEARLY_FASTER = 0.95
 _TIMED_STEPS = 5
 """Steps that an agent's median must cover."""
 
 
-def count_steps(facts: Facts, goodput: GoodputStatus) -> tuple[GoodputStatus, int, float]:
+def count_steps(context: PlanContext, goodput: GoodputStatus) -> tuple[GoodputStatus, int, float]:
     """Count the new steps: return the ledger with them, their number, and when the newest ended (agent's clock)."""
-    progress = facts.newest_progress
+    progress = context.newest_progress
     if progress is None:
         return goodput, 0, 0.0
     counted = goodput.counted_step
@@ -34,7 +34,7 @@ def count_steps(facts: Facts, goodput: GoodputStatus) -> tuple[GoodputStatus, in
         counted = min(progress.step, progress.resume_step or 0)
     new_steps = max(0, progress.step - counted)
     if new_steps:
-        goodput = _add_steps(goodput, len(facts.members), new_steps, facts.job.spec.batch_shape())
+        goodput = _add_steps(goodput, len(context.members), new_steps, context.job.spec.batch_shape())
     return goodput.replaced(counted_step=counted + new_steps), new_steps, progress.updated
 
 
@@ -66,9 +66,9 @@ def compute_productive_seconds(goodput: GoodputStatus, shape: BatchShape) -> tup
     return (seconds, node_seconds) if goodput.sizes or seconds else None
 
 
-def sample_step_time(facts: Facts, goodput: GoodputStatus, *, clean: bool) -> GoodputStatus:
+def sample_step_time(context: PlanContext, goodput: GoodputStatus, *, clean: bool) -> GoodputStatus:
     """Add a sample of the step time since the last one, if nothing interrupted training in between."""
-    window, size, progress = goodput.window, len(facts.members), facts.newest_progress
+    window, size, progress = goodput.window, len(context.members), context.newest_progress
     if not clean or progress is None or progress.updated <= 0:
         kept = window.samples if window.size == size else ()
         return goodput.replaced(window=StepWindow(size=size, samples=kept))
@@ -78,19 +78,19 @@ def sample_step_time(facts: Facts, goodput: GoodputStatus, *, clean: bool) -> Go
         return goodput.replaced(window=new_window)
     if progress.step == window.step or progress.updated <= window.at:
         return goodput
-    sample = _find_median_step_seconds(facts) or (progress.updated - window.at) / (progress.step - window.step)
+    sample = _find_median_step_seconds(context) or (progress.updated - window.at) / (progress.step - window.step)
     samples = (*window.samples, round(sample, 6))
-    goodput = _update_reference(goodput, size, samples, facts.job.spec.batch_shape())
+    goodput = _update_reference(goodput, size, samples, context.job.spec.batch_shape())
     kept = () if len(samples) >= WINDOW_SAMPLES else samples
     new_window = StepWindow(size=size, step=progress.step, at=progress.updated, samples=kept)
     return goodput.replaced(window=new_window)
 
 
-def _find_median_step_seconds(facts: Facts) -> float | None:
+def _find_median_step_seconds(context: PlanContext) -> float | None:
     """Return the agents' median step time; None if they do not measure it."""
     reported = [
         heartbeat.timing.step_seconds
-        for _, heartbeat in facts.heartbeats
+        for _, heartbeat in context.heartbeats
         if heartbeat.timing and heartbeat.timing.steps >= _TIMED_STEPS
     ]
     return median(reported) if reported and min(reported) > 0 else None

@@ -34,8 +34,8 @@ from trainium_operator.plan.report.checkpoint_health import set_checkpoint_healt
 from trainium_operator.plan.report.goodput import update_goodput
 from trainium_operator.plan.report.missing_workers import find_slow_start_times, set_pods_ready
 from trainium_operator.plan.report.run_results import describe_activity, record_results
-from trainium_operator.plan.view.facts import (
-    Facts,
+from trainium_operator.plan.view.context import (
+    PlanContext,
     select_current_heartbeats,
 )
 from trainium_operator.plan.view.progress import count_total_steps, sort_by_steps
@@ -51,27 +51,27 @@ _DECIMALS = {"learning_rate": 12, "tokens_per_second": 1, "samples_per_second": 
 """Decimals of the figures that a person reads, where they are not six."""
 
 
-def set_nodes_healthy(facts: Facts, status: StatusT) -> StatusT:
+def set_nodes_healthy(context: PlanContext, status: StatusT) -> StatusT:
     """Set the condition; it stays unchanged while no node is known."""
-    if facts.lost_contact:
+    if context.lost_contact:
         kind, reason = ConditionType.NODES_HEALTHY, Reason.CONTACT_LOST
-        return set_condition(status, kind, None, reason, facts.lost_contact, now=facts.now)
-    if not facts.observed.nodes:
+        return set_condition(status, kind, None, reason, context.lost_contact, now=context.now)
+    if not context.observed.nodes:
         return status
-    freeze_reason = facts.observed.fleet.frozen
+    freeze_reason = context.observed.fleet.frozen
     problems: dict[str, NodeProblem] = {}
-    for uid, problem in facts.node_problems.items():
-        problems.setdefault(facts.workers[uid].pod.node, problem)
+    for uid, problem in context.node_problems.items():
+        problems.setdefault(context.workers[uid].pod.node, problem)
     if not problems:
         reason = Reason.NODE_ACTIONS_FROZEN if freeze_reason else Reason.NODES_HEALTHY
         message = freeze_reason or "nothing is wrong with the nodes in use"
-        return set_condition(status, ConditionType.NODES_HEALTHY, True, reason, message, now=facts.now)
+        return set_condition(status, ConditionType.NODES_HEALTHY, True, reason, message, now=context.now)
     nodes = sorted(problems, key=lambda node: (-problems[node].severity, node))
     described = "; ".join(_format_problem(node, problems[node]) for node in nodes[:_MAX_NODES_SHOWN])
     suffix = f"; and {len(nodes) - _MAX_NODES_SHOWN} more nodes" if len(nodes) > _MAX_NODES_SHOWN else ""
     reason = Reason.NODE_ACTIONS_FROZEN if freeze_reason else Reason.NODE_UNHEALTHY
     message = f"{described}{suffix}. {freeze_reason}" if freeze_reason else described + suffix
-    return set_condition(status, ConditionType.NODES_HEALTHY, False, reason, message, now=facts.now)
+    return set_condition(status, ConditionType.NODES_HEALTHY, False, reason, message, now=context.now)
 
 
 def _format_problem(node: str, problem: NodeProblem) -> str:
@@ -84,19 +84,25 @@ def _format_problem(node: str, problem: NodeProblem) -> str:
     return f"{node}: {problem}{since} ({problem.cause.value}; {reactions[problem.severity]})"
 
 
-def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def record_compiled_sizes(context: PlanContext, status: TrainingJobStatus) -> TrainingJobStatus:
     """Update the compiled sizes; return the same status if none is new."""
-    if not facts.job.spec.workload.compile_command or not facts.workers:
+    if not context.job.spec.workload.compile_command or not context.workers:
         return status.replaced(compiled=public.CompiledStatus()) if status.compiled.sizes else status
-    reports = [report for worker in facts.workers.values() if worker.heartbeat for report in worker.heartbeat.compiled]
+    reports = [
+        report for worker in context.workers.values() if worker.heartbeat for report in worker.heartbeat.compiled
+    ]
     # Workers that exist when the requested size changes have not compiled the new one.
-    known_sizes = dict.fromkeys((*(status.compiled.sizes or _list_compiled_first(facts)), *_find_stepped_size(facts)))
-    workers = facts.job.spec.workers
+    known_sizes = dict.fromkeys(
+        (*(status.compiled.sizes or _list_compiled_first(context)), *_find_stepped_size(context))
+    )
+    workers = context.job.spec.workers
     max_size = max(workers.replicas, workers.max_replicas or 0)
     new_reports = [
         report
         for report in reports
-        if report.nodes not in known_sizes and report.nodes <= max_size and facts.size.count_micro_batches(report.nodes)
+        if report.nodes not in known_sizes
+        and report.nodes <= max_size
+        and context.size.count_micro_batches(report.nodes)
     ]
     sizes = tuple(dict.fromkeys((*known_sizes, *(report.nodes for report in new_reports))))[:MAX_COMPILED]
     seconds = max(
@@ -105,22 +111,22 @@ def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJo
     return status.replaced(compiled=public.CompiledStatus(sizes=sizes, seconds=round(seconds, 1) if seconds else None))
 
 
-def _list_compiled_first(facts: Facts) -> tuple[int, ...]:
+def _list_compiled_first(context: PlanContext) -> tuple[int, ...]:
     """Return the sizes that all members compiled before they joined; none before the first generation."""
-    return () if facts.current is None else facts.size.compiled_first
+    return () if context.current is None else context.size.compiled_first
 
 
-def _find_stepped_size(facts: Facts) -> tuple[int, ...]:
+def _find_stepped_size(context: PlanContext) -> tuple[int, ...]:
     """Return the current size after its first step; none before."""
-    progress = facts.newest_progress if facts.current is not None else None
+    progress = context.newest_progress if context.current is not None else None
     has_stepped = progress is not None and progress.step > (progress.resume_step or 0)
-    return (len(facts.members),) if has_stepped else ()
+    return (len(context.members),) if has_stepped else ()
 
 
-def count_outdated_pods(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def count_outdated_pods(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Count outdated pods; report them when there are some for the first time since there were none."""
-    running = [worker for worker in facts.workers.values() if not worker.ended and worker.pod.template_hash]
-    current_hash = compute_template_hash(facts.job, facts.settings) if running else ""
+    running = [worker for worker in context.workers.values() if not worker.ended and worker.pod.template_hash]
+    current_hash = compute_template_hash(context.job, context.settings) if running else ""
     outdated = sum(is_outdated(worker.pod.template_hash, current_hash) for worker in running)
     events: tuple[EventIntent, ...] = ()
     if outdated and not status.outdated_pods:
@@ -197,109 +203,111 @@ def _is_blocking(state: ConditionStatus, reason: str) -> bool:
 _ALERTS = frozenset(AlertKind)
 
 
-def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def summarize(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Compute the status; call after the policies."""
-    if not have_members_reported(facts):
+    if not have_members_reported(context):
         return PolicyResult(status=status)
-    status = _set_counts(facts, status)
-    status = _set_progress(facts, status)
-    status = set_pods_ready(facts, status)
-    status = set_admitted(facts, status)
-    status = _set_running(facts, status)
-    status = _set_recovering(facts, status)
-    status = _set_resizing(facts, status)
-    status, requeue_at = set_checkpoint_health(facts, status)
-    steady_from = facts.steady_time
+    status = _set_counts(context, status)
+    status = _set_progress(context, status)
+    status = set_pods_ready(context, status)
+    status = set_admitted(context, status)
+    status = _set_running(context, status)
+    status = _set_recovering(context, status)
+    status = _set_resizing(context, status)
+    status, requeue_at = set_checkpoint_health(context, status)
+    steady_from = context.steady_time
     if steady_from is not None and not status.start_time:
         requeue_at = (*requeue_at, steady_from)
-    requeue_at = (*requeue_at, *find_slow_start_times(facts))
-    return PolicyResult(status=status.replaced(phase=_derive_phase(facts, status)), requeue_at=requeue_at)
+    requeue_at = (*requeue_at, *find_slow_start_times(context))
+    return PolicyResult(status=status.replaced(phase=_derive_phase(context, status)), requeue_at=requeue_at)
 
 
-def have_members_reported(facts: Facts) -> bool:
+def have_members_reported(context: PlanContext) -> bool:
     """Return False just after a start of the operator, while members have not reported yet."""
-    if facts.current is None or facts.now >= facts.observed.coordinator_since + RECONNECT_SECONDS:
+    if context.current is None or context.now >= context.observed.coordinator_since + RECONNECT_SECONDS:
         return True
-    agents = facts.observed.agents
-    return all(uid in agents and agents[uid].heartbeat is not None for uid in facts.member_uids)
+    agents = context.observed.agents
+    return all(uid in agents and agents[uid].heartbeat is not None for uid in context.member_uids)
 
 
-def _set_counts(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    training = sum(heartbeat.phase is WorkerPhase.TRAINING for _, heartbeat in facts.heartbeats)
+def _set_counts(context: PlanContext, status: TrainingJobStatus) -> TrainingJobStatus:
+    training = sum(heartbeat.phase is WorkerPhase.TRAINING for _, heartbeat in context.heartbeats)
     return status.replaced(
-        replicas=len(facts.current.members) if facts.current else 0,
+        replicas=len(context.current.members) if context.current else 0,
         ready_replicas=training,
-        spares=len(facts.candidates),
-        membership=_set_relative_throughput(facts, status),
-        selector=names.format_selector(facts.job.name),
+        spares=len(context.candidates),
+        membership=_set_relative_throughput(context, status),
+        selector=names.format_selector(context.job.name),
     )
 
 
-def _set_relative_throughput(facts: Facts, status: public.PublicStatus) -> public.MembershipStatus:
+def _set_relative_throughput(context: PlanContext, status: public.PublicStatus) -> public.MembershipStatus:
     """Return the relative throughput of the current size, and the warm workers that it leaves out."""
     size, reserve = status.membership.size, status.membership.reserve
-    if facts.current is not None and facts.current.generation == status.membership.generation:
-        reserve = max(0, len(facts.candidates) - facts.job.spec.workers.spares)
+    if context.current is not None and context.current.generation == status.membership.generation:
+        reserve = max(0, len(context.candidates) - context.job.spec.workers.spares)
     passes, batch, speed = (
-        facts.size.count_micro_batches(size),
-        facts.size.compute_batch(size),
-        round(facts.size.compute_speed(size), 3),
+        context.size.count_micro_batches(size),
+        context.size.compute_batch(size),
+        round(context.size.compute_speed(size), 3),
     )
     return status.membership.replaced(passes=passes, batch=batch, speed=speed, reserve=reserve)
 
 
-def _set_progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    heartbeats = sort_by_steps(facts.job.spec, _list_newest_heartbeats(facts))
+def _set_progress(context: PlanContext, status: TrainingJobStatus) -> TrainingJobStatus:
+    heartbeats = sort_by_steps(context.job.spec, _list_newest_heartbeats(context))
     reports = [heartbeat.progress for _, heartbeat in heartbeats if heartbeat.progress is not None]
     if reports:
         newest = reports[0]
         # A program that was restarted has reported no step yet, and may end without one more.
-        if facts.job.spec.workload.reports_each_step or newest.step > 0:
-            status = status.replaced(progress=_build_progress_status(facts, status, newest))
+        if context.job.spec.workload.reports_each_step or newest.step > 0:
+            status = status.replaced(progress=_build_progress_status(context, status, newest))
         status = status.replaced(
             alerts=_merge_alerts(status.alerts, newest),
-            checkpoint=_merge_checkpoints(facts, status.checkpoint, reports),
+            checkpoint=_merge_checkpoints(context, status.checkpoint, reports),
         )
         status = status.replaced(committed_step=status.checkpoint.durable_step)
-        status = record_results(facts, status, reports).replaced(hang_detection=newest.hang_detection)
-        status = _set_progress_reported(facts, status, reports)
-    steady_from = facts.steady_time
-    has_stepped = any(report.step > 0 for report in reports) or (steady_from is not None and facts.now >= steady_from)
+        status = record_results(context, status, reports).replaced(hang_detection=newest.hang_detection)
+        status = _set_progress_reported(context, status, reports)
+    steady_from = context.steady_time
+    has_stepped = any(report.step > 0 for report in reports) or (steady_from is not None and context.now >= steady_from)
     if not status.start_time and has_stepped:
-        status = status.replaced(start_time=format_rfc3339(facts.now))
-    return update_goodput(facts, status)
+        status = status.replaced(start_time=format_rfc3339(context.now))
+    return update_goodput(context, status)
 
 
-def _build_progress_status(facts: Facts, status: public.PublicStatus, newest: Progress) -> public.ProgressStatus:
+def _build_progress_status(
+    context: PlanContext, status: public.PublicStatus, newest: Progress
+) -> public.ProgressStatus:
     figures = {name: getattr(newest, name) for name in StepFigures.model_fields}
     rounded = {name: round(value, _DECIMALS.get(name, 6)) for name, value in figures.items() if value is not None}
     has_moved = newest.step != status.progress.step or not status.progress.updated
     return public.ProgressStatus(
-        **{**rounded, "total_steps": count_total_steps(facts.job, newest)},
-        updated=format_rfc3339(facts.now) if has_moved else status.progress.updated,
+        **{**rounded, "total_steps": count_total_steps(context.job, newest)},
+        updated=format_rfc3339(context.now) if has_moved else status.progress.updated,
     )
 
 
-def _set_progress_reported(facts: Facts, status: StatusT, reports: list[Progress]) -> StatusT:
+def _set_progress_reported(context: PlanContext, status: StatusT, reports: list[Progress]) -> StatusT:
     """Set the condition whether the progress of a program can be read."""
-    if facts.job.spec.workload.reports_each_step:
+    if context.job.spec.workload.reports_each_step:
         return status
     kind, problem = ConditionType.PROGRESS_REPORTED, next((report.problem for report in reports if report.problem), "")
     if problem:
-        return set_condition(status, kind, False, Reason.PROGRESS_UNREADABLE, problem, now=facts.now)
-    if facts.has_reported_steps:
-        return set_condition(status, kind, True, Reason.PROGRESS_REPORTED, "steps are reported", now=facts.now)
+        return set_condition(status, kind, False, Reason.PROGRESS_UNREADABLE, problem, now=context.now)
+    if context.has_reported_steps:
+        return set_condition(status, kind, True, Reason.PROGRESS_REPORTED, "steps are reported", now=context.now)
     message = "no step was reported yet: give program.progress.pattern, or report steps with trainium_worker"
-    return set_condition(status, kind, None, Reason.NO_STEP_REPORTED, message, now=facts.now)
+    return set_condition(status, kind, None, Reason.NO_STEP_REPORTED, message, now=context.now)
 
 
-def _list_newest_heartbeats(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], ...]:
+def _list_newest_heartbeats(context: PlanContext) -> tuple[tuple[Member, HeartbeatRequest], ...]:
     """Return the members' heartbeats; of a suspended job the last ones, which report their last save."""
-    recorded = facts.observed.membership
+    recorded = context.observed.membership
     return (
-        select_current_heartbeats(facts.observed, recorded)
-        if facts.current is None and recorded is not None
-        else facts.heartbeats
+        select_current_heartbeats(context.observed, recorded)
+        if context.current is None and recorded is not None
+        else context.heartbeats
     )
 
 
@@ -313,14 +321,16 @@ def _merge_alerts(old: tuple[Alert, ...], newest: Progress) -> tuple[Alert, ...]
     return tuple(by_kind.values())
 
 
-def _merge_checkpoints(facts: Facts, old: public.CheckpointStatus, reports: list[Progress]) -> public.CheckpointStatus:
+def _merge_checkpoints(
+    context: PlanContext, old: public.CheckpointStatus, reports: list[Progress]
+) -> public.CheckpointStatus:
     """Return the step that every member holds in memory, and the newest committed one, which never decreases."""
-    is_complete = facts.current is not None and len(reports) == len(facts.current.members)
+    is_complete = context.current is not None and len(reports) == len(context.current.members)
     memory_step = min(report.memory_step for report in reports) if is_complete else old.memory_step
-    total = count_total_steps(facts.job, reports[0])
+    total = count_total_steps(context.job, reports[0])
     known_step = old.durable_step if not total or old.durable_step <= total else -1
     durable_step = max(known_step, *(report.durable_step for report in reports))
-    durable_time = format_rfc3339(facts.now) if durable_step > known_step else old.durable_time
+    durable_time = format_rfc3339(context.now) if durable_step > known_step else old.durable_time
     notices = [report.notice for report in reports if report.notice]
     notice = notices[0] if notices else old.notice
     return public.CheckpointStatus(
@@ -328,47 +338,47 @@ def _merge_checkpoints(facts: Facts, old: public.CheckpointStatus, reports: list
     )
 
 
-def _set_running(facts: Facts, status: StatusT) -> StatusT:
+def _set_running(context: PlanContext, status: StatusT) -> StatusT:
     kind = ConditionType.RUNNING
-    if facts.is_settled:
+    if context.is_settled:
         message = f"{describe_activity(status)} on {pluralize(status.replicas, 'node')}"
-        return set_condition(status, kind, True, Reason.TRAINING, message, now=facts.now)
-    if facts.current is None:
-        return set_condition(status, kind, False, Reason.NOT_STARTED, "no generation is in force", now=facts.now)
+        return set_condition(status, kind, True, Reason.TRAINING, message, now=context.now)
+    if context.current is None:
+        return set_condition(status, kind, False, Reason.NOT_STARTED, "no generation is in force", now=context.now)
     if _open_entries(status):
-        return set_condition(status, kind, False, Reason.INTERRUPTED, "see the condition Recovering", now=facts.now)
+        return set_condition(status, kind, False, Reason.INTERRUPTED, "see the condition Recovering", now=context.now)
     if not is_true(status, kind):
-        return set_condition(status, kind, False, Reason.STARTING, "workers are joining or loading", now=facts.now)
+        return set_condition(status, kind, False, Reason.STARTING, "workers are joining or loading", now=context.now)
     return status
 
 
-def _set_recovering(facts: Facts, status: StatusT) -> StatusT:
+def _set_recovering(context: PlanContext, status: StatusT) -> StatusT:
     kind = ConditionType.RECOVERING
     faults = [entry for entry in _open_entries(status) if entry.response not in PLANNED_RESPONSES]
     if not faults:
-        return set_condition(status, kind, False, Reason.NO_INTERRUPTION, "", now=facts.now)
-    return set_condition(status, kind, True, Reason.INTERRUPTED, faults[-1].message, now=facts.now)
+        return set_condition(status, kind, False, Reason.NO_INTERRUPTION, "", now=context.now)
+    return set_condition(status, kind, True, Reason.INTERRUPTED, faults[-1].message, now=context.now)
 
 
-def _set_resizing(facts: Facts, status: StatusT) -> StatusT:
-    if facts.current is None:
+def _set_resizing(context: PlanContext, status: StatusT) -> StatusT:
+    if context.current is None:
         return status
-    kind, present, desired = ConditionType.RESIZING, len(facts.current.members), status.desired
+    kind, present, desired = ConditionType.RESIZING, len(context.current.members), status.desired
     is_requested = is_true(status, kind)
     if present == desired and not any(entry.response is RecoveryResponse.RESIZE for entry in _open_entries(status)):
-        return set_condition(status, kind, False, Reason.AT_SIZE, pluralize(present, "node"), now=facts.now)
+        return set_condition(status, kind, False, Reason.AT_SIZE, pluralize(present, "node"), now=context.now)
     if is_requested or present >= desired:
         return status
     message = f"training on {present} of {desired} nodes until more workers are there"
-    return set_condition(status, kind, False, Reason.CAPACITY_MISSING, message, now=facts.now)
+    return set_condition(status, kind, False, Reason.CAPACITY_MISSING, message, now=context.now)
 
 
-def _derive_phase(facts: Facts, status: public.PublicStatus) -> Phase:
+def _derive_phase(context: PlanContext, status: public.PublicStatus) -> Phase:
     if is_true(status, ConditionType.FAILURE_TARGET):
         return Phase.STOPPING
-    if facts.job.spec.suspend:
+    if context.job.spec.suspend:
         return Phase.SUSPENDED if is_true(status, ConditionType.SUSPENDED) else Phase.SUSPENDING
-    if facts.current is None and status.membership.size == 0:
+    if context.current is None and status.membership.size == 0:
         return Phase.PENDING
     if is_true(status, ConditionType.RECOVERING):
         return Phase.RECOVERING

@@ -10,13 +10,13 @@ from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
 
 COUNT_INTERVAL_SECONDS = 2.0
 """Shortest time between two status writes that only change the counts of workers."""
 
 
-def find_next_write(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatus) -> float:
+def find_next_write(context: PlanContext, old: TrainingJobStatus, status: TrainingJobStatus) -> float:
     """Return when the status may be written; one with only progress or counts waits after the last write."""
     if status == old:
         return 0.0
@@ -24,9 +24,9 @@ def find_next_write(facts: Facts, old: TrainingJobStatus, status: TrainingJobSta
         return 0.0  # training went back, or another client wrote the step
     if is_only_progress_change(old, status):
         written_at = max(parse_rfc3339(old.progress.updated) or 0.0, old.goodput.accounted_until or 0.0)
-        return written_at + facts.status_interval
+        return written_at + context.status_interval
     if is_only_counts_change(old, status):
-        return facts.observed.status_written + COUNT_INTERVAL_SECONDS
+        return context.observed.status_written + COUNT_INTERVAL_SECONDS
     return 0.0
 
 

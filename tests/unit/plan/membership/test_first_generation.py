@@ -173,13 +173,13 @@ def with_generations(*, recorded: int = 3, published: int = 3, decided: int = 3,
     ],
 )
 def test_the_next_generation_exceeds_all_that_were_seen(numbers: dict[str, int], following: int) -> None:
-    assert compute_next_generation(build.facts(with_generations(**numbers))) == following
+    assert compute_next_generation(build.context(with_generations(**numbers))) == following
 
 
 @pytest.mark.parametrize(("published", "again"), [(2, True), (3, False), (4, False)])
 def test_a_recorded_generation_is_republished_to_the_coordinator(published: int, again: bool) -> None:
     observed = with_generations(published=published)
-    actions = republish_membership(build.facts(observed))
+    actions = republish_membership(build.context(observed))
     assert [action.membership for action in actions] == ([observed.membership] if again else [])
     assert [action.replaces for action in actions] == ([3] if again else [])
 

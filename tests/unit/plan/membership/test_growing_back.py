@@ -45,7 +45,7 @@ def with_manual_scale(status: TrainingJobStatus) -> TrainingJobStatus:
 
 
 def decide(observed: Observed, status: TrainingJobStatus | None = None) -> Decision:
-    return resize(build.facts(observed), status or desired_status())
+    return resize(build.context(observed), status or desired_status())
 
 
 def new_size(decision: Decision) -> int | None:
@@ -217,8 +217,8 @@ def newest_message(observed: Observed, status: TrainingJobStatus) -> str:
     ("desired", "message"), [(3, "from 2 to 3 nodes: the queue grants 3 of 4"), (4, "from 2 to 4 nodes")]
 )
 def test_the_history_names_the_grant_of_a_queue(desired: int, message: str) -> None:
-    facts = replace(build.facts(elastic_job(2, 2)), grant=Grant(state=AdmissionState.ADMITTED, workers=desired))
-    assert resize(facts, desired_status(desired)).status.history[-1].message == message
+    context = replace(build.context(elastic_job(2, 2)), grant=Grant(state=AdmissionState.ADMITTED, workers=desired))
+    assert resize(context, desired_status(desired)).status.history[-1].message == message
 
 
 def test_shrinking_for_want_of_capacity_is_reported_as_a_resize() -> None:
@@ -276,7 +276,7 @@ def test_growth_beyond_the_request_uses_extras_and_keeps_the_spare() -> None:
 def test_a_requested_size_is_shown_until_it_is_reached(
     observed: Observed, status: TrainingJobStatus, desired: int, words: str | None
 ) -> None:
-    noted = find_condition(record_size_request(build.facts(observed), status, desired), ConditionType.RESIZING)
+    noted = find_condition(record_size_request(build.context(observed), status, desired), ConditionType.RESIZING)
     if words is None:
         assert noted is None
     else:
@@ -287,7 +287,7 @@ def test_a_requested_size_is_shown_until_it_is_reached(
 
 def finish_decided(observed: Observed, generation: int = 2, **fields: Any) -> Decision:
     status = desired_status(membership=MembershipStatus(generation=generation, size=4), **fields)
-    return finish_decided_generation(build.facts(observed), status)
+    return finish_decided_generation(build.context(observed), status)
 
 
 def test_an_unrecorded_generation_starts_with_the_current_members() -> None:
@@ -304,7 +304,7 @@ def test_an_unrecorded_generation_starts_with_the_current_members() -> None:
 def test_a_recorded_generation_is_not_restarted() -> None:
     assert finish_decided(elastic_job(4), generation=1).new is None
     assert (
-        finish_decided_generation(build.facts(replace(elastic_job(4), membership=None)), desired_status()).new is None
+        finish_decided_generation(build.context(replace(elastic_job(4), membership=None)), desired_status()).new is None
     )
 
 

@@ -167,7 +167,7 @@ def decide_waiting_since(
     observed: Any, since: float | None, failed_members: tuple[FailedMember, ...] = ()
 ) -> float | None:
     status = observed.job.status.replaced(waiting_since=since)
-    return decide_generation(build.facts(observed), status, failed_members).status.waiting_since
+    return decide_generation(build.context(observed), status, failed_members).status.waiting_since
 
 
 def test_waiting_since_is_set_once_and_cleared_when_complete() -> None:
@@ -180,7 +180,7 @@ def test_waiting_since_is_set_once_and_cleared_when_complete() -> None:
     )
     assert decide_waiting_since(finished, None) is None, "at the end of a run there is no wait"
     assert decide_waiting_since(finished, NOW - 30) == NOW - 30
-    member, worker = build.facts(complete).members[1]
+    member, worker = build.context(complete).members[1]
     lost = (FailedMember(member=member, worker=worker, cause=Cause.CRASH, failed_at=NOW, message=""),)
     assert decide_waiting_since(complete, NOW - 5, lost) == NOW - 5
     assert decide_waiting_since(complete, None, lost) is None, "the failure itself has written it"

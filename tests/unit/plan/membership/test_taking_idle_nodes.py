@@ -62,12 +62,12 @@ def decide(
     observed: Observed, status: TrainingJobStatus | None = None, failed_members: tuple[FailedMember, ...] = ()
 ) -> PolicyResult:
     return use_idle_nodes(
-        build.facts(observed), status or idle_status(), frozenset(failed.member.pod_uid for failed in failed_members)
+        build.context(observed), status or idle_status(), frozenset(failed.member.pod_uid for failed in failed_members)
     )
 
 
 def loss_of_member(observed: Observed, ordinal: int) -> tuple[FailedMember, ...]:
-    member, worker = build.facts(observed).members[ordinal]
+    member, worker = build.context(observed).members[ordinal]
     return (FailedMember(member=member, worker=worker, cause=Cause.CRASH, failed_at=NOW, message=""),)
 
 
@@ -107,7 +107,7 @@ def test_extras_are_limited_by_the_maximum_size() -> None:
 
 def test_extras_need_a_class_of_lowest_priority() -> None:
     observed = job_with_extras()
-    plain = build.facts(observed)
+    plain = build.context(observed)
     without_class = replace(plain, settings=replace(plain.settings, extra_priority_class=""))
     assert use_idle_nodes(without_class, idle_status(), frozenset()).status.idle_nodes == IdleNodesStatus()
 
@@ -272,8 +272,10 @@ def test_after_a_loss_a_job_continues_with_its_extras() -> None:
 
 @pytest.mark.parametrize(("granted", "size"), [(1, 2), (2, 2), (3, 3), (4, 4), (9, 4)])
 def test_extras_are_limited_by_the_grant_of_the_queue(granted: int, size: int) -> None:
-    facts = replace(build.facts(job_with_extras(extras=2)), grant=Grant(state=AdmissionState.ADMITTED, workers=granted))
-    assert use_idle_nodes(facts, idle_status(), frozenset()).status.desired == size
+    context = replace(
+        build.context(job_with_extras(extras=2)), grant=Grant(state=AdmissionState.ADMITTED, workers=granted)
+    )
+    assert use_idle_nodes(context, idle_status(), frozenset()).status.desired == size
 
 
 def test_scheduled_extras_end_the_wait() -> None:

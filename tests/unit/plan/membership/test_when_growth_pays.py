@@ -12,15 +12,15 @@ from trainium_contract.status.interruptions import Interruption, RecoveryRespons
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, ProgressStatus
 from trainium_operator.plan.membership import growth
-from trainium_operator.plan.view.facts import Facts
+from trainium_operator.plan.view.context import PlanContext
 
 RESCALE_AFTER_SECONDS = 30
 
 
-def job_facts(count: int = 2, **changes: Any) -> Facts:
+def job_facts(count: int = 2, **changes: Any) -> PlanContext:
     recovery = {"rescaleAfterSeconds": RESCALE_AFTER_SECONDS}
     workers = {"replicas": 8, "minReplicas": 2}
-    return build.facts(build.running_job(count, job_spec=build.spec(workers=workers, recovery=recovery, **changes)))
+    return build.context(build.running_job(count, job_spec=build.spec(workers=workers, recovery=recovery, **changes)))
 
 
 def with_history(*entries: Interruption, **fields: Any) -> TrainingJobStatus:

@@ -14,7 +14,7 @@ from trainium_operator.plan.manifests.affinity import AvoidedNodes
 from trainium_operator.plan.manifests.worker_pod import build_worker_pods, compute_template_hash
 from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.view.facts import pin_running_image
+from trainium_operator.plan.view.context import pin_running_image
 
 NEWER = replace(SETTINGS, image="trainer:2")
 OLD, NEW = "trainer:1", "trainer:2"

@@ -15,7 +15,7 @@ from tests.unit.plan.plan_builders import NOW, SETTINGS
 from tests.unit.plan.plan_results import make_plan
 from trainium_contract.job import TrainingJobStatus
 from trainium_operator.plan.membership.ranks import (
-    RankContext,
+    RankPlacement,
     assign_ranks,
     find_network_path,
     order_first_ranks,
@@ -55,7 +55,7 @@ def starting_job(count: int, nodes: dict[str, NodeView], **workers: Any) -> Obse
 @given(st.integers(0, 1000))
 def test_the_ranks_of_a_domain_are_contiguous_at_every_layer(shuffle: int) -> None:
     nodes = build_racks(24, 4, shuffle=shuffle)
-    ordered = order_first_ranks(warm_workers(starting_job(24, nodes)), 24, RankContext(nodes))
+    ordered = order_first_ranks(warm_workers(starting_job(24, nodes)), 24, RankPlacement(nodes))
     places = [find_network_path(worker.pod.node, nodes[worker.pod.node]) for worker in ordered]
     for depth in range(1, 4):
         domains = [domain for domain, _ in groupby(places, key=lambda place, depth=depth: place[:depth])]
@@ -96,7 +96,7 @@ def test_newcomers_are_placed_near_both_neighbour_ranks() -> None:
     }
     members = build.membership(9, 0, 1).members[1:]  # ranks 1 and 2 stay, in racks x and y
     newcomers = [worker for worker in warm_workers(starting_job(4, nodes)) if worker.pod.ordinal in (2, 3)]
-    first, *_ = assign_ranks(members, newcomers, 3, RankContext(nodes))
+    first, *_ = assign_ranks(members, newcomers, 3, RankPlacement(nodes))
     assert first.pod_name == "demo-w-3"
 
 
@@ -107,8 +107,8 @@ def test_a_near_newcomer_on_a_suspected_node_is_taken_only_when_no_other_is_left
     }
     workers = warm_workers(starting_job(6, nodes))[4:]
     members = build.membership(0, 1, 2, 3).members[:3]
-    suspected = RankContext(nodes, frozenset({"uid-4"}))
-    assert assign_ranks(members, workers, 4, RankContext(nodes))[3].pod_uid == "uid-4"
+    suspected = RankPlacement(nodes, frozenset({"uid-4"}))
+    assert assign_ranks(members, workers, 4, RankPlacement(nodes))[3].pod_uid == "uid-4"
     assert assign_ranks(members, workers, 4, suspected)[3].pod_uid == "uid-5"
     assert [member.pod_uid for member in assign_ranks(members, workers, 5, suspected)[3:]] == ["uid-5", "uid-4"]
 
@@ -118,7 +118,7 @@ def test_survivors_keep_their_ranks(lost: set[int], shuffle: int) -> None:
     nodes = build_racks(20, 4, shuffle=shuffle)
     before = build.membership(*range(12)).members
     survivors = [member for member in before if member.node_rank not in lost]
-    after = assign_ranks(survivors, warm_workers(starting_job(20, nodes))[12:], 12, RankContext(nodes))
+    after = assign_ranks(survivors, warm_workers(starting_job(20, nodes))[12:], 12, RankPlacement(nodes))
     assert [member.node_rank for member in after] == list(range(12))
     assert {(member.pod_uid, member.node_rank) for member in survivors} <= {
         (member.pod_uid, member.node_rank) for member in after
@@ -129,7 +129,7 @@ def test_survivors_keep_their_ranks(lost: set[int], shuffle: int) -> None:
 def test_ordering_five_thousand_nodes_is_fast() -> None:
     nodes = build_racks(5000, 16)
     workers = warm_workers(starting_job(5000, nodes))
-    around = RankContext(nodes)
+    around = RankPlacement(nodes)
     began = time.process_time()
     order_first_ranks(workers, 4990, around)
     members = build.membership(*range(2500)).members

@@ -16,7 +16,7 @@ from trainium_operator.plan.features.dra.template import build_claim_template, b
 from trainium_operator.plan.model.actions import ApplyObject, DeleteTemplate, PolicyResult
 from trainium_operator.plan.model.observed import ApiState, Observed, PlanSettings
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.facts import Facts, Feature
+from trainium_operator.plan.view.context import Feature, PlanContext
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,37 +36,37 @@ _UNAVAILABLE_MESSAGES = {
 }
 
 
-def reconcile_templates(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def reconcile_templates(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Create the current template, and delete earlier ones that no pod refers to.
 
     If the spec has parts that this version does not know none is deleted, because a newer version may want another one.
     """
-    if facts.observed.devices is None:
+    if context.observed.devices is None:
         return PolicyResult(status=status)
-    if facts.now < facts.observed.create_after:
-        return PolicyResult(status=status, requeue_at=(facts.observed.create_after,))
-    present, wanted = facts.observed.devices.templates, build_claim_template(facts.job)
+    if context.now < context.observed.create_after:
+        return PolicyResult(status=status, requeue_at=(context.observed.create_after,))
+    present, wanted = context.observed.devices.templates, build_claim_template(context.job)
     name = wanted["metadata"]["name"] if wanted is not None else ""
     creations = () if wanted is None or name in present else (ApplyObject(wanted),)
-    if facts.job.unknown:
+    if context.job.unknown:
         return PolicyResult(status=status, actions=creations)
-    used = {worker.pod.claim_template for worker in facts.workers.values()}
+    used = {worker.pod.claim_template for worker in context.workers.values()}
     deletions = (DeleteTemplate(other, uid) for other, uid in sorted(present.items()) if other not in used | {name})
     return PolicyResult(status=status, actions=(*creations, *deletions))
 
 
-def find_claim_blocker(facts: Facts) -> tuple[Reason, str] | None:
+def find_claim_blocker(context: PlanContext) -> tuple[Reason, str] | None:
     """Return why no pod can be created now, and what to do; None where devices can be claimed, or need not be."""
-    state = facts.settings.dra
-    if facts.job.spec.workers.accelerator.claim is None or state is ApiState.READY:
+    state = context.settings.dra
+    if context.job.spec.workers.accelerator.claim is None or state is ApiState.READY:
         return None
     reading = state is ApiState.READING
     return Reason.WAITING_FOR_DEVICES if reading else Reason.DEVICE_API_MISSING, _UNAVAILABLE_MESSAGES[state]
 
 
-def describe_free_devices(facts: Facts) -> str:
+def describe_free_devices(context: PlanContext) -> str:
     """Return the number of nodes with enough free devices as a sentence; empty without a claim."""
-    devices, count = facts.observed.devices, facts.job.spec.workers.accelerator.count_claimed_devices()
+    devices, count = context.observed.devices, context.job.spec.workers.accelerator.count_claimed_devices()
     if devices is None or not count:
         return ""
     return f" Nodes that have {count} free devices: {len(devices.free_nodes)} of {devices.nodes}."

@@ -29,7 +29,7 @@ from trainium_operator.plan.model.names import format_evaluation_name
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_figure, format_sentence
-from trainium_operator.plan.view.facts import Facts, Feature
+from trainium_operator.plan.view.context import Feature, PlanContext
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -42,28 +42,28 @@ RECHECK_SECONDS = 5.0
 """Interval of checks until the pods have been read."""
 
 
-def reconcile_evaluation(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def reconcile_evaluation(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Record the result of the pod that has ended, or create the next one."""
-    observed, spec = facts.observed, facts.job.spec
+    observed, spec = context.observed, context.job.spec
     is_active = spec.workload.evaluates_milestones and not spec.suspend and not is_true(status, ConditionType.FAILED)
     if is_active:
         status = status.replaced(evaluations=_add_new_models(status))
     if observed.other_pods is None:
-        return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,) if is_active else ())
+        return PolicyResult(status=status, requeue_at=(context.now + RECHECK_SECONDS,) if is_active else ())
     if observed.evaluation_pod is not None:
-        return _reconcile_pod(facts, status, observed.evaluation_pod, is_active=is_active)
+        return _reconcile_pod(context, status, observed.evaluation_pod, is_active=is_active)
     entry = next((evaluation for evaluation in status.evaluations if is_pending(evaluation)), None)
     if entry is None or not is_active:
         return PolicyResult(status=status)
     start_at = _find_next_start(entry)
-    refusal = observed.refusals.get(f"Pod/{format_evaluation_name(facts.job.name)}")
+    refusal = observed.refusals.get(f"Pod/{format_evaluation_name(context.job.name)}")
     if refusal is not None:
         start_at = max(start_at, refusal.retry_at)
         message = format_sentence(f"its pod cannot be created: {refusal.sentence}")
         status = _set_entry(status, entry.replaced(message=message))
-    if facts.now < start_at:
+    if context.now < start_at:
         return PolicyResult(status=status, requeue_at=(start_at,))
-    manifest = build_evaluation_pod(facts.job, facts.settings, entry, describe_attempt(entry))
+    manifest = build_evaluation_pod(context.job, context.settings, entry, describe_attempt(entry))
     return PolicyResult(status=status, actions=(CreateOtherPod(manifest),))
 
 
@@ -87,7 +87,7 @@ def _add_new_models(status: TrainingJobStatus) -> tuple[MilestoneEvaluation, ...
     return (*status.evaluations, *new_entries)[-MAX_EVALUATIONS:] if new_entries else status.evaluations
 
 
-def _reconcile_pod(facts: Facts, status: TrainingJobStatus, pod: PodView, *, is_active: bool) -> PolicyResult:
+def _reconcile_pod(context: PlanContext, status: TrainingJobStatus, pod: PodView, *, is_active: bool) -> PolicyResult:
     """Return the result of a pod that has ended, and its deletion; also for a model that is no longer wanted."""
     if pod.deleting:
         return PolicyResult(status=status)
@@ -102,13 +102,15 @@ def _reconcile_pod(facts: Facts, status: TrainingJobStatus, pod: PodView, *, is_
     )
     if is_active and entry is not None and not has_ended:
         return PolicyResult(status=status)
-    result = PolicyResult(status=status) if entry is None or not has_ended else _record_end(facts, status, pod, entry)
+    result = PolicyResult(status=status) if entry is None or not has_ended else _record_end(context, status, pod, entry)
     return replace(result, actions=(DeleteOtherPod(pod.name, pod.uid),))
 
 
-def _record_end(facts: Facts, status: TrainingJobStatus, pod: PodView, entry: MilestoneEvaluation) -> PolicyResult:
+def _record_end(
+    context: PlanContext, status: TrainingJobStatus, pod: PodView, entry: MilestoneEvaluation
+) -> PolicyResult:
     figures = _read_figures(pod)
-    entry = entry.replaced(time=format_rfc3339(facts.now))
+    entry = entry.replaced(time=format_rfc3339(context.now))
     if figures:
         entry = entry.replaced(figures=figures, message="")
         text = ", ".join(format_figure(figure) for figure in figures)

@@ -19,7 +19,7 @@ from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import Action, ApplyGroup
 from trainium_operator.plan.model.names import ANNOTATION_GROUP
 from trainium_operator.plan.model.observed import GangApi, JobView, PodPhase
-from trainium_operator.plan.view.facts import Facts, Feature
+from trainium_operator.plan.view.context import Feature, PlanContext
 from trainium_operator.plan.view.size import count_needed_workers
 
 if TYPE_CHECKING:
@@ -81,47 +81,49 @@ def _build_object(job: JobView, api_version: str, kind: str, spec: Json) -> Json
     return {**content, "metadata": metadata}
 
 
-def find_gang_api(facts: Facts) -> GangApi:
+def find_gang_api(context: PlanContext) -> GangApi:
     """Return the gang API that starts all workers of this job together."""
-    served = facts.settings.gang_apis
-    return next((api for api in _BY_SPEC[facts.job.spec.scheduling.gang] if api in served), GangApi.NONE)
+    served = context.settings.gang_apis
+    return next((api for api in _BY_SPEC[context.job.spec.scheduling.gang] if api in served), GangApi.NONE)
 
 
-def needs_whole_gang(facts: Facts, status: PublicStatus) -> bool:
+def needs_whole_gang(context: PlanContext, status: PublicStatus) -> bool:
     """Return whether a new pod gets no node before all of its group exist."""
-    return status.membership.size == 0 and _build_group(facts) is not None
+    return status.membership.size == 0 and _build_group(context) is not None
 
 
-def is_misplaced(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
+def is_misplaced(context: PlanContext, status: PublicStatus, worker: Worker) -> bool:
     """Return whether a pod without a node waits in a group that can no longer get it onto one."""
     pod = worker.pod
     if not pod.gang or pod.node or pod.phase is not PodPhase.PENDING or worker.agent is not None:
         return False
-    group = _build_group(facts) if status.membership.size == 0 else None
+    group = _build_group(context) if status.membership.size == 0 else None
     return group is None or pod.gang != group["metadata"]["name"]
 
 
-def _build_group(facts: Facts) -> dict[str, Any] | None:
-    api, min_count = find_gang_api(facts), count_needed_workers(facts.size)
-    version = facts.settings.gang_apis.get(api, "")
-    return build_group_object(facts.job, api, version, min_count) if version and min_count > 1 else None
+def _build_group(context: PlanContext) -> dict[str, Any] | None:
+    api, min_count = find_gang_api(context), count_needed_workers(context.size)
+    version = context.settings.gang_apis.get(api, "")
+    return build_group_object(context.job, api, version, min_count) if version and min_count > 1 else None
 
 
-def place_pods(facts: Facts, status: PublicStatus, manifests: list[Json]) -> tuple[tuple[Action, ...], list[Json]]:
+def place_pods(
+    context: PlanContext, status: PublicStatus, manifests: list[Json]
+) -> tuple[tuple[Action, ...], list[Json]]:
     """Return the gang's object, and the new pods marked for it.
 
     New pods of a job that trains are not part of a gang.
     """
-    group = _build_group(facts) if status.membership.size == 0 else None
+    group = _build_group(context) if status.membership.size == 0 else None
     if group is None:
         return (), manifests
-    api = find_gang_api(facts)
+    api = find_gang_api(context)
     return (ApplyGroup(group),), [join_group(pod, api, group["metadata"]["name"]) for pod in manifests]
 
 
-def describe_wait(facts: Facts) -> str:
+def describe_wait(context: PlanContext) -> str:
     """Return how the workers wait for their nodes, as the rest of a sentence."""
-    wanted, api = facts.job.spec.scheduling.gang, find_gang_api(facts)
+    wanted, api = context.job.spec.scheduling.gang, find_gang_api(context)
     if wanted in (Gang.NATIVE, Gang.COSCHEDULING) and api is GangApi.NONE:
         return f" (this cluster does not serve the requested gang API, {wanted.value})"
     return "" if api is GangApi.NONE else f" (they wait as a gang, {api.value})"

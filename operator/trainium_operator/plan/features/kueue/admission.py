@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.actions import Action
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
 
 
 Json = dict[str, Any]
@@ -200,16 +200,18 @@ def apply_placement(pod: Json, placement: Placement, *, pod_set: str, workload: 
     }
 
 
-def place_pods(facts: Facts, _status: PublicStatus, manifests: list[Json]) -> tuple[tuple[Action, ...], list[Json]]:
+def place_pods(
+    context: PlanContext, _status: PublicStatus, manifests: list[Json]
+) -> tuple[tuple[Action, ...], list[Json]]:
     """Return the new pods, each with an admitted and free placement; those of workers are used first.
 
     A replacement that is created before its predecessor has left exceeds them for a moment, and takes the flavor of the
     workers.
     """
-    grant = facts.grant
+    grant = context.grant
     if not isinstance(grant, QueueGrant):
         return (), manifests
-    pod_sets_in_use = [worker.pod.pod_set for worker in facts.workers.values() if worker.alive]
+    pod_sets_in_use = [worker.pod.pod_set for worker in context.workers.values() if worker.alive]
     spares = max(0, grant.spares - pod_sets_in_use.count(SPARES))
     workers = max(0, grant.workers - (len(pod_sets_in_use) - pod_sets_in_use.count(SPARES)))
     pod_sets = [WORKERS if index < workers or index >= workers + spares else SPARES for index in range(len(manifests))]
@@ -219,9 +221,9 @@ def place_pods(facts: Facts, _status: PublicStatus, manifests: list[Json]) -> tu
     ]
 
 
-def place_pod_set(facts: Facts, name: str, manifests: list[Json]) -> list[Json]:
+def place_pod_set(context: PlanContext, name: str, manifests: list[Json]) -> list[Json]:
     """Return the new pods of another pod set with its placement."""
-    grant = facts.grant
+    grant = context.grant
     if not isinstance(grant, QueueGrant):
         return manifests
     return [

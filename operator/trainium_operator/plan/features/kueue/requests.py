@@ -18,7 +18,7 @@ from trainium_operator.plan.model.actions import ApplyWorkload, DeleteWorkload, 
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.grant import AdmissionState
 from trainium_operator.plan.model.quota import WORKERS, WorkloadCondition, WorkloadConditionView
-from trainium_operator.plan.view.facts import Facts, Feature, count_other_pods
+from trainium_operator.plan.view.context import Feature, PlanContext, count_other_pods
 from trainium_operator.plan.view.size import SizeDecision, count_needed_workers
 
 if TYPE_CHECKING:
@@ -36,37 +36,39 @@ _IMMEDIATE_REQUEUE_REASONS = frozenset({"Preempted", "NodeFailures"})
 """Reasons of evictions after which a Workload is queued again at once; after others Kueue sets the time."""
 
 
-def reconcile_quota(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def reconcile_quota(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Reconcile the job's Workloads, and report the state of its pods to Kueue."""
-    quota, grant = facts.observed.quota, facts.grant
+    quota, grant = context.observed.quota, context.grant
     if quota is None:
         return PolicyResult(status=status)
     if not isinstance(grant, QueueGrant):  # the job no longer names a queue
         return PolicyResult(status=status, actions=_delete_workloads(quota.workloads))
-    if facts.job.spec.suspend or not facts.size.desired:
+    if context.job.spec.suspend or not context.size.desired:
         return PolicyResult(
-            status=status, actions=_delete_workloads(quota.workloads) if not _count_pods_with_quota(facts) else ()
+            status=status, actions=_delete_workloads(quota.workloads) if not _count_pods_with_quota(context) else ()
         )
     base_workload = find_base_workload(quota)
     if base_workload is None or base_workload.finished:
-        if _count_pods_with_quota(facts):
+        if _count_pods_with_quota(context):
             return PolicyResult(status=status)
         deletions = _delete_workloads(quota.workloads)
         return PolicyResult(
-            status=status, actions=deletions or (_request_workload(facts, quota, 0, count_needed_workers(facts.size)),)
+            status=status,
+            actions=deletions or (_request_workload(context, quota, 0, count_needed_workers(context.size)),),
         )
     if grant.state is not AdmissionState.ADMITTED:
-        return PolicyResult(status=status, actions=tuple(_plan_first_workload(facts, quota, base_workload)))
+        return PolicyResult(status=status, actions=tuple(_plan_first_workload(context, quota, base_workload)))
     extras = status.idle_nodes.wanted
     return PolicyResult(
-        status=status, actions=(*_plan_further_workloads(facts, quota, grant, extras), *_plan_pods_ready(quota, status))
+        status=status,
+        actions=(*_plan_further_workloads(context, quota, grant, extras), *_plan_pods_ready(quota, status)),
     )
 
 
-def release_quota(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def release_quota(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Notify Kueue that the job has ended, once none of its pods runs; delete Workloads that were never admitted."""
-    quota = facts.observed.quota
-    if quota is None or _count_pods_with_quota(facts):
+    quota = context.observed.quota
+    if quota is None or _count_pods_with_quota(context):
         return PolicyResult(status=status)
     has_succeeded = is_true(status, ConditionType.COMPLETE)
     condition = WorkloadConditionView(
@@ -85,22 +87,22 @@ def release_quota(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     return PolicyResult(status=status, actions=tuple(ended))
 
 
-def _count_pods_with_quota(facts: Facts) -> int:
+def _count_pods_with_quota(context: PlanContext) -> int:
     """Return the pods that use quota, including those that are leaving."""
-    return _count_workers_with_quota(facts) + count_other_pods(facts)
+    return _count_workers_with_quota(context) + count_other_pods(context)
 
 
-def _count_workers_with_quota(facts: Facts) -> int:
-    return sum(worker.holds_node for worker in facts.workers.values())
+def _count_workers_with_quota(context: PlanContext) -> int:
+    return sum(worker.holds_node for worker in context.workers.values())
 
 
 def _delete_workloads(workloads: tuple[WorkloadView, ...]) -> tuple[DeleteWorkload, ...]:
     return tuple(DeleteWorkload(workload.name, workload.uid) for workload in workloads if not workload.deleting)
 
 
-def _plan_first_workload(facts: Facts, quota: QuotaView, base: WorkloadView) -> Iterator[QuotaAction]:
+def _plan_first_workload(context: PlanContext, quota: QuotaView, base: WorkloadView) -> Iterator[QuotaAction]:
     """Yield the next action while the first Workload is not admitted: pods leave, then quota is returned."""
-    if _count_pods_with_quota(facts) or base.deleting:
+    if _count_pods_with_quota(context) or base.deleting:
         return
     yield from _delete_workloads(list_further_workloads(quota))
     if base.holds_quota:
@@ -108,12 +110,14 @@ def _plan_first_workload(facts: Facts, quota: QuotaView, base: WorkloadView) -> 
             yield build_quota_return(base)
         return
     if base.active:
-        request = _request_workload(facts, quota, 0, count_needed_workers(facts.size))
+        request = _request_workload(context, quota, 0, count_needed_workers(context.size))
         if _is_outdated(base, request):
             yield request
 
 
-def _plan_further_workloads(facts: Facts, quota: QuotaView, grant: QueueGrant, extras: int) -> Iterator[QuotaAction]:
+def _plan_further_workloads(
+    context: PlanContext, quota: QuotaView, grant: QueueGrant, extras: int
+) -> Iterator[QuotaAction]:
     holding = [workload for workload in list_further_workloads(quota) if workload.holds_quota]
     unreserved = [
         workload for workload in list_further_workloads(quota) if not workload.holds_quota and not workload.deleting
@@ -123,33 +127,33 @@ def _plan_further_workloads(facts: Facts, quota: QuotaView, grant: QueueGrant, e
     covered_workers = base.requested_pods.get(WORKERS, 0) + sum(
         workload.requested_pods.get(WORKERS, 0) for workload in holding
     )
-    pods_fit = _count_workers_with_quota(facts) <= grant.workers + grant.spares
+    pods_fit = _count_workers_with_quota(context) <= grant.workers + grant.spares
     for workload in holding:
         if pods_fit and not workload.deleting and (workload.is_true(WorkloadCondition.EVICTED) or not workload.active):
             yield build_quota_return(workload)
     selector = grant.find_placement(WORKERS).node_selector
-    step_sizes = list_remaining_steps(facts.size, covered_workers, MAX_QUOTA_STEPS - len(holding), extras=extras)
+    step_sizes = list_remaining_steps(context.size, covered_workers, MAX_QUOTA_STEPS - len(holding), extras=extras)
     used = {workload.part for workload in quota.workloads}
     free = iter(part for part in range(1, 2 * MAX_QUOTA_STEPS + 2) if part not in used)
     for index, workers in enumerate(step_sizes):
         request = _request_workload(
-            facts, quota, unreserved[index].part if index < len(unreserved) else next(free), workers, selector
+            context, quota, unreserved[index].part if index < len(unreserved) else next(free), workers, selector
         )
         if index >= len(unreserved) or (unreserved[index].active and _is_outdated(unreserved[index], request)):
             yield request
     for workload in unreserved[len(step_sizes) :]:
         yield DeleteWorkload(workload.name, workload.uid)
-    yield from _plan_release(facts, holding, covered_workers - facts.size.desired - extras, grant)
+    yield from _plan_release(context, holding, covered_workers - context.size.desired - extras, grant)
 
 
 def _plan_release(
-    facts: Facts, holding: list[WorkloadView], unneeded_workers: int, grant: QueueGrant
+    context: PlanContext, holding: list[WorkloadView], unneeded_workers: int, grant: QueueGrant
 ) -> Iterator[QuotaAction]:
     """Release the last step among `unneeded_workers` that a smaller job does not use, once its pods are deleted."""
     for workload in reversed(holding):
         workers = workload.requested_pods.get(WORKERS, 0)
         remaining_quota = grant.workers + grant.spares - (workers if workload.admitted else 0)
-        pods_fit = _count_workers_with_quota(facts) <= remaining_quota
+        pods_fit = _count_workers_with_quota(context) <= remaining_quota
         if unneeded_workers >= workers and pods_fit and not workload.deleting:
             yield DeleteWorkload(workload.name, workload.uid)
             return
@@ -168,18 +172,18 @@ def _plan_pods_ready(quota: QuotaView, status: PublicStatus) -> Iterator[QuotaAc
 
 
 def _request_workload(
-    facts: Facts, quota: QuotaView, part: int, workers: int, node_selector: Mapping[str, str] | None = None
+    context: PlanContext, quota: QuotaView, part: int, workers: int, node_selector: Mapping[str, str] | None = None
 ) -> ApplyWorkload:
-    spares = facts.size.reserve + facts.job.spec.workers.spares if part == 0 else 0
+    spares = context.size.reserve + context.job.spec.workers.spares if part == 0 else 0
     manifest = build_workload(
-        facts.job,
-        facts.settings,
+        context.job,
+        context.settings,
         part=part,
         workers=workers,
         spares=spares,
         priority=quota.priority,
         node_selector=node_selector,
-        pod_sets=() if part else tuple(each for feature in facts.features for each in feature.list_pod_sets(facts)),
+        pod_sets=() if part else tuple(each for feature in context.features for each in feature.list_pod_sets(context)),
     )
     return ApplyWorkload(manifest)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_operator.plan.model.observed import JobView, PlanSettings
-    from trainium_operator.plan.view.facts import PodSet
+    from trainium_operator.plan.view.context import PodSet
 
 Json = dict[str, Any]
 

@@ -37,7 +37,7 @@ from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_sentence
 from trainium_operator.plan.pods.node_avoidance import list_forbidden_nodes
-from trainium_operator.plan.view.facts import Facts, Feature, PodSet, reconcile_object
+from trainium_operator.plan.view.context import Feature, PlanContext, PodSet, reconcile_object
 from trainium_operator.plan.view.node_problems import find_worst_problem
 
 if TYPE_CHECKING:
@@ -52,53 +52,55 @@ MAX_BATCH = 64
 """Maximum number of pods of a role that one plan creates."""
 
 
-def list_pod_sets(facts: Facts) -> tuple[PodSet, ...]:
+def list_pod_sets(context: PlanContext) -> tuple[PodSet, ...]:
     """Return the pods of each role for which a queue needs quota."""
     return tuple(
         PodSet(
-            _format_pod_set_name(role.name), role.replicas, objects.build_role_template(facts.job, facts.settings, role)
+            _format_pod_set_name(role.name),
+            role.replicas,
+            objects.build_role_template(context.job, context.settings, role),
         )
-        for role in facts.job.spec.roles
+        for role in context.job.spec.roles
     )
 
 
-def count_pods(facts: Facts) -> int:
+def count_pods(context: PlanContext) -> int:
     """Return the pods of roles that hold a node or may get one."""
-    return sum(not failures.has_ended(pod) for pod in facts.observed.role_pods)
+    return sum(not failures.has_ended(pod) for pod in context.observed.role_pods)
 
 
-def finish_roles(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def finish_roles(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Delete all pods of roles of a job that has ended."""
-    if facts.observed.other_pods is None:
-        return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,))
+    if context.observed.other_pods is None:
+        return PolicyResult(status=status, requeue_at=(context.now + RECHECK_SECONDS,))
     roles = tuple(each.replaced(replicas=0, ready_replicas=0, message="", since="") for each in status.roles)
-    deletions = tuple(action for pod in facts.observed.role_pods for action in _build_deletion(facts, pod))
+    deletions = tuple(action for pod in context.observed.role_pods for action in _build_deletion(context, pod))
     return PolicyResult(status=status.replaced(roles=roles), actions=deletions)
 
 
-def reconcile_roles(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def reconcile_roles(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Reconcile all roles, and report whether training waits for one."""
-    if facts.observed.other_pods is None:
-        return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,))
+    if context.observed.other_pods is None:
+        return PolicyResult(status=status, requeue_at=(context.now + RECHECK_SECONDS,))
     result = PolicyResult(status=status)
-    is_held = facts.job.spec.suspend or (facts.grant is not None and facts.grant.releases_workers)
-    for role in facts.job.spec.roles:
+    is_held = context.job.spec.suspend or (context.grant is not None and context.grant.releases_workers)
+    for role in context.job.spec.roles:
         reconcile = _release_role if is_held else _reconcile_role
-        result = result.combine(reconcile(facts, result.status, role))
+        result = result.combine(reconcile(context, result.status, role))
     if not is_held:
-        result = result.combine(_apply_objects(facts, result.status))
-    return result.replace_status(_set_condition(facts, result.status, is_held=is_held))
+        result = result.combine(_apply_objects(context, result.status))
+    return result.replace_status(_set_condition(context, result.status, is_held=is_held))
 
 
-def _release_role(facts: Facts, status: TrainingJobStatus, role: RoleSpec) -> PolicyResult:
+def _release_role(context: PlanContext, status: TrainingJobStatus, role: RoleSpec) -> PolicyResult:
     """Delete the pods of a role once no worker is left."""
-    pods = readiness.list_pods(facts.observed, role.name)
+    pods = readiness.list_pods(context.observed, role.name)
     state = _find_state(status, role.name).replaced(failed_starts=0, failed_at=None)
-    report = _build_report(facts, status, role, replicas=0, message="")
+    report = _build_report(context, status, role, replicas=0, message="")
     status = _set_role(status, state, report)
-    if facts.workers:
+    if context.workers:
         return PolicyResult(status=status)
-    return PolicyResult(status=status, actions=tuple(a for pod in pods for a in _build_deletion(facts, pod)))
+    return PolicyResult(status=status, actions=tuple(a for pod in pods for a in _build_deletion(context, pod)))
 
 
 @dataclass(slots=True)
@@ -112,28 +114,28 @@ class _Review:
     restarts: int = 0
 
 
-def _reconcile_role(facts: Facts, status: TrainingJobStatus, role: RoleSpec) -> PolicyResult:
-    body = objects.build_role_template(facts.job, facts.settings, role)
-    review = _review_pods(facts, status, role, body["metadata"]["annotations"][ANNOTATION_TEMPLATE_HASH])
-    wanted = _limit_to_quota(facts, role)
-    if not facts.job.unknown:
-        review.actions += _delete_surplus(facts, review.alive, wanted)
+def _reconcile_role(context: PlanContext, status: TrainingJobStatus, role: RoleSpec) -> PolicyResult:
+    body = objects.build_role_template(context.job, context.settings, role)
+    review = _review_pods(context, status, role, body["metadata"]["annotations"][ANNOTATION_TEMPLATE_HASH])
+    wanted = _limit_to_quota(context, role)
+    if not context.job.unknown:
+        review.actions += _delete_surplus(context, review.alive, wanted)
     missing = min(MAX_BATCH, max(0, wanted - len(review.alive)))
-    create_at = _find_next_creation(facts, review.state, role)
+    create_at = _find_next_creation(context, review.state, role)
     requeue_at: tuple[float, ...] = ()
-    if missing and _may_create(facts):
-        if facts.now < create_at:
+    if missing and _may_create(context):
+        if context.now < create_at:
             requeue_at = (create_at,)
         else:
-            ordinals = _choose_next_ordinals(facts, review.state, missing)
+            ordinals = _choose_next_ordinals(context, review.state, missing)
             review.state = review.state.replaced(next_ordinal=ordinals.stop)
-            avoided = _find_avoided_nodes(facts, status, review.state, role)
-            manifests = objects.build_role_pods(facts.job, role.name, body, ordinals, avoided)
-            for feature in facts.features:
-                manifests = feature.place_pod_set(facts, _format_pod_set_name(role.name), manifests)
+            avoided = _find_avoided_nodes(context, status, review.state, role)
+            manifests = objects.build_role_pods(context.job, role.name, body, ordinals, avoided)
+            for feature in context.features:
+                manifests = feature.place_pod_set(context, _format_pod_set_name(role.name), manifests)
             review.actions += map(CreateOtherPod, manifests)
-    message = _explain_missing(facts, role, review, wanted, create_at if requeue_at else None)
-    report = _build_report(facts, status, role, replicas=wanted, message=message)
+    message = _explain_missing(context, role, review, wanted, create_at if requeue_at else None)
+    report = _build_report(context, status, role, replicas=wanted, message=message)
     report = report.replaced(restarts=report.restarts + review.restarts)
     return PolicyResult(
         status=_set_role(status, review.state, report),
@@ -143,89 +145,93 @@ def _reconcile_role(facts: Facts, status: TrainingJobStatus, role: RoleSpec) -> 
     )
 
 
-def _choose_next_ordinals(facts: Facts, state: RoleState, count: int) -> range:
+def _choose_next_ordinals(context: PlanContext, state: RoleState, count: int) -> range:
     """Return ordinals that no existing pod has; they restart at 0 after the last one, or an edited status."""
-    highest = max((pod.ordinal for pod in readiness.list_pods(facts.observed, state.name)), default=-1)
+    highest = max((pod.ordinal for pod in readiness.list_pods(context.observed, state.name)), default=-1)
     known = state.next_ordinal if 0 <= state.next_ordinal <= names.LAST_ORDINAL else 0
     first = max(known, highest + 1)
     return range(first, first + count)
 
 
-def _review_pods(facts: Facts, status: TrainingJobStatus, role: RoleSpec, template_hash: str) -> _Review:
+def _review_pods(context: PlanContext, status: TrainingJobStatus, role: RoleSpec, template_hash: str) -> _Review:
     """Sort the pods of a role; count failures and delete those that must go."""
-    observed, pods = facts.observed, readiness.list_pods(facts.observed, role.name)
+    observed, pods = context.observed, readiness.list_pods(context.observed, role.name)
     review = _Review(failures.record_ready(_find_state(status, role.name), pods), [], [], [])
     for pod in pods:
         failure = None if pod.deleting else failures.find_failure(observed, role, pod)
         if failure is not None and not failures.is_counted(review.state, pod):
-            review.state = failures.count_failure(review.state, pod, failure, facts.now)
+            review.state = failures.count_failure(review.state, pod, failure, context.now)
             review.restarts += 1
             note = f"Role {role.name}: {failure.message} ({failure.cause.value}); another pod takes its place"
             series = f"{role.name} {failure.cause.value}"
             review.events.append(
                 build_event_intent(Reason.ROLE_POD_REPLACED, note, warning=True, pod=pod.name, series=series)
             )
-        is_stale = not pod.ready and is_outdated(pod.template_hash, template_hash) and not facts.job.unknown
+        is_stale = not pod.ready and is_outdated(pod.template_hash, template_hash) and not context.job.unknown
         if failure is None and not (pod.deleting or is_stale):
             review.alive.append(pod)
         else:
-            review.actions += _build_deletion(facts, pod)
+            review.actions += _build_deletion(context, pod)
     return review
 
 
-def _build_deletion(facts: Facts, pod: PodView) -> tuple[DeleteOtherPod, ...]:
+def _build_deletion(context: PlanContext, pod: PodView) -> tuple[DeleteOtherPod, ...]:
     """Return the deletion of a pod, once; forced if its grace period is over and its node cannot confirm it."""
     if not pod.deleting:
         return (DeleteOtherPod(pod.name, pod.uid),)
-    is_overdue = pod.deletion_deadline is not None and facts.now >= pod.deletion_deadline
-    is_forced = is_overdue and failures.is_node_missing(facts.observed, pod) and not facts.observed.fleet.frozen
+    is_overdue = pod.deletion_deadline is not None and context.now >= pod.deletion_deadline
+    is_forced = is_overdue and failures.is_node_missing(context.observed, pod) and not context.observed.fleet.frozen
     return (DeleteOtherPod(pod.name, pod.uid, 0),) if is_forced else ()
 
 
-def _delete_surplus(facts: Facts, alive: list[PodView], wanted: int) -> tuple[DeleteOtherPod, ...]:
+def _delete_surplus(context: PlanContext, alive: list[PodView], wanted: int) -> tuple[DeleteOtherPod, ...]:
     order = sorted(alive, key=lambda pod: (pod.ready, pod.phase is PodPhase.RUNNING, -pod.ordinal))
     surplus = order[: max(0, len(alive) - wanted)]
-    return tuple(action for pod in surplus for action in _build_deletion(facts, pod))
+    return tuple(action for pod in surplus for action in _build_deletion(context, pod))
 
 
-def _limit_to_quota(facts: Facts, role: RoleSpec) -> int:
-    grant = facts.grant
+def _limit_to_quota(context: PlanContext, role: RoleSpec) -> int:
+    grant = context.grant
     if grant is None or grant.state is not AdmissionState.ADMITTED:
         return role.replicas
     return min(role.replicas, grant.other_pods.get(_format_pod_set_name(role.name), 0))
 
 
-def _may_create(facts: Facts) -> bool:
-    return facts.grant is None or facts.grant.state is AdmissionState.ADMITTED
+def _may_create(context: PlanContext) -> bool:
+    return context.grant is None or context.grant.state is AdmissionState.ADMITTED
 
 
-def _find_next_creation(facts: Facts, state: RoleState, role: RoleSpec) -> float:
-    refusal = facts.observed.refusals.get(_find_refusal_place(facts, role))
-    return max(failures.find_next_creation(state, facts.now), refusal.retry_at if refusal is not None else 0.0)
+def _find_next_creation(context: PlanContext, state: RoleState, role: RoleSpec) -> float:
+    refusal = context.observed.refusals.get(_find_refusal_place(context, role))
+    return max(failures.find_next_creation(state, context.now), refusal.retry_at if refusal is not None else 0.0)
 
 
-def _find_refusal_place(facts: Facts, role: RoleSpec) -> str:
-    return f"Pod/{names.format_role_object_name(facts.job.name, role.name)}"
+def _find_refusal_place(context: PlanContext, role: RoleSpec) -> str:
+    return f"Pod/{names.format_role_object_name(context.job.name, role.name)}"
 
 
-def _find_avoided_nodes(facts: Facts, status: TrainingJobStatus, state: RoleState, role: RoleSpec) -> AvoidedNodes:
+def _find_avoided_nodes(
+    context: PlanContext, status: TrainingJobStatus, state: RoleState, role: RoleSpec
+) -> AvoidedNodes:
     """Return nodes that new pods avoid: as workers do, and those that are bad for, or were blamed by, this role."""
     requirements, bad = failures.build_requirements(role), set()
-    for name in {pod.node for pod in facts.observed.role_pods if pod.node}:
-        node = facts.observed.nodes.get(name)
-        problem = None if node is None else find_worst_problem(facts.observed, node, requirements)
+    for name in {pod.node for pod in context.observed.role_pods if pod.node}:
+        node = context.observed.nodes.get(name)
+        problem = None if node is None else find_worst_problem(context.observed, node, requirements)
         if node is not None and problem is not None and problem.severity >= Severity.DRAIN:
             bad.add(node.labels.get(LABEL_HOST, name))
-    blamed = list_avoided_nodes(state.failures, facts.now)
+    blamed = list_avoided_nodes(state.failures, context.now)
     return AvoidedNodes(
-        required=tuple(sorted({*list_forbidden_nodes(facts, status), *bad})),
+        required=tuple(sorted({*list_forbidden_nodes(context, status), *bad})),
         preferred=tuple(dict.fromkeys((*status.avoided_nodes, *blamed))),
     )
 
 
-def _explain_missing(facts: Facts, role: RoleSpec, review: _Review, wanted: int, create_at: float | None) -> str:
+def _explain_missing(
+    context: PlanContext, role: RoleSpec, review: _Review, wanted: int, create_at: float | None
+) -> str:
     """Return why fewer pods are ready than requested; empty if none is missing."""
-    refusal = facts.observed.refusals.get(_find_refusal_place(facts, role))
+    refusal = context.observed.refusals.get(_find_refusal_place(context, role))
     if refusal is not None and len(review.alive) < wanted:
         return f"its pods cannot be created: {refusal.sentence}"
     not_ready = [pod for pod in review.alive if not pod.ready]
@@ -260,10 +266,10 @@ def _is_held(pod: PodView) -> bool:
 
 
 def _build_report(
-    facts: Facts, status: TrainingJobStatus, role: RoleSpec, *, replicas: int, message: str
+    context: PlanContext, status: TrainingJobStatus, role: RoleSpec, *, replicas: int, message: str
 ) -> RoleStatus:
     old = next((each for each in status.roles if each.name == role.name), None)
-    ready = len(readiness.list_ready_pods(facts.observed, role.name))
+    ready = len(readiness.list_ready_pods(context.observed, role.name))
     is_missing = ready < replicas or replicas < role.replicas
     since = "" if old is None else old.since
     return RoleStatus(
@@ -273,19 +279,19 @@ def _build_report(
         min_ready=role.min_ready,
         restarts=0 if old is None else old.restarts,
         message=format_sentence(message) if is_missing and message else "",
-        since=(since or format_rfc3339(facts.now)) if is_missing and replicas else "",
+        since=(since or format_rfc3339(context.now)) if is_missing and replicas else "",
     )
 
 
-def _set_condition(facts: Facts, status: TrainingJobStatus, *, is_held: bool) -> TrainingJobStatus:
+def _set_condition(context: PlanContext, status: TrainingJobStatus, *, is_held: bool) -> TrainingJobStatus:
     """Set RolesReady: False while a role has fewer ready pods than training waits for."""
     kind, missing = ConditionType.ROLES_READY, [each for each in status.roles if each.since]
     waiting = [each for each in missing if each.ready_replicas < each.min_ready]
     if is_held:
-        reason = Reason.SUSPENDED if facts.job.spec.suspend else Reason.WAITING_FOR_QUEUE
-        return set_condition(status, kind, False, reason, "", now=facts.now)
+        reason = Reason.SUSPENDED if context.job.spec.suspend else Reason.WAITING_FOR_QUEUE
+        return set_condition(status, kind, False, reason, "", now=context.now)
     if not missing:
-        return set_condition(status, kind, True, Reason.ROLES_READY, "", now=facts.now)
+        return set_condition(status, kind, True, Reason.ROLES_READY, "", now=context.now)
     role = (waiting or missing)[0]
     counts = f"role {role.name}: {role.ready_replicas} of {role.replicas} pods are ready since {role.since}"
     needs = f", and training waits for {role.min_ready}" if waiting else ""
@@ -294,22 +300,22 @@ def _set_condition(facts: Facts, status: TrainingJobStatus, *, is_held: bool) ->
     if waiting:
         has_reason = role.message and role.message != _STARTING
         reason = Reason.ROLE_NOT_STARTING if has_reason else Reason.WAITING_FOR_ROLES
-    return set_condition(status, kind, not waiting, reason, text, now=facts.now)
+    return set_condition(status, kind, not waiting, reason, text, now=context.now)
 
 
 _STARTING = format_sentence("its pods start")
 
 
-def _apply_objects(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def _apply_objects(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Apply Service and budget of each role, and the NetworkPolicy of all."""
-    job, result = facts.job, PolicyResult(status=status)
+    job, result = context.job, PolicyResult(status=status)
     manifests = [
         build(job, role) for role in job.spec.roles for build in (objects.build_service, objects.build_role_budget)
     ]
-    if facts.settings.worker_ingress is not None and facts.observed.policies_listed:
-        manifests.append(objects.build_role_policy(job, tuple(map(dict, facts.settings.worker_ingress.rules))))
+    if context.settings.worker_ingress is not None and context.observed.policies_listed:
+        manifests.append(objects.build_role_policy(job, tuple(map(dict, context.settings.worker_ingress.rules))))
     for manifest in manifests:
-        result = result.combine(reconcile_object(facts, status, manifest))
+        result = result.combine(reconcile_object(context, status, manifest))
     return result
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.spec.roles import RoleSpec
     from trainium_operator.plan.model.observed import Observed, PodView
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.context import PlanContext
 
 
 def list_pods(observed: Observed, role: str) -> tuple[PodView, ...]:
@@ -45,14 +45,14 @@ def list_waiting_roles(observed: Observed) -> tuple[RoleSpec, ...]:
     return tuple(role for role in observed.job.spec.roles if len(list_ready_pods(observed, role.name)) < role.min_ready)
 
 
-def publish_endpoints(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def publish_endpoints(context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     """Let the coordinator serve the addresses if they have changed; before a generation that reads them begins."""
-    observed = facts.observed
-    if observed.other_pods is None or not facts.job.spec.roles:
+    observed = context.observed
+    if observed.other_pods is None or not context.job.spec.roles:
         return PolicyResult(status=status)
     addresses = {
         role.name: tuple(_format_endpoint(pod.ip, role.port) for pod in list_ready_pods(observed, role.name))
-        for role in facts.job.spec.roles
+        for role in context.job.spec.roles
     }
     endpoints = RoleEndpoints(addresses=addresses, is_waiting=bool(list_waiting_roles(observed)))
     actions = () if endpoints == observed.endpoints else (PublishEndpoints(endpoints),)
@@ -63,26 +63,26 @@ def _format_endpoint(ip: str, port: int) -> str:
     return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
 
-def is_start_blocked(facts: Facts) -> bool:
+def is_start_blocked(context: PlanContext) -> bool:
     """Return whether the first generation waits for a role."""
-    return facts.observed.other_pods is None or bool(list_waiting_roles(facts.observed))
+    return context.observed.other_pods is None or bool(list_waiting_roles(context.observed))
 
 
-def find_creation_blocker(facts: Facts) -> tuple[Reason, str] | None:
+def find_creation_blocker(context: PlanContext) -> tuple[Reason, str] | None:
     """Return why no worker is created yet; None once the job has trained, or without a role that starts before."""
-    if facts.job.status.membership.size > 0 or facts.workers:
+    if context.job.status.membership.size > 0 or context.workers:
         return None
     waiting = [
-        role for role in list_waiting_roles(facts.observed) if role.startup_policy is RoleStartupPolicy.BEFORE_WORKERS
+        role for role in list_waiting_roles(context.observed) if role.startup_policy is RoleStartupPolicy.BEFORE_WORKERS
     ]
     if not waiting:
         return None
-    role, ready = waiting[0], len(list_ready_pods(facts.observed, waiting[0].name))
+    role, ready = waiting[0], len(list_ready_pods(context.observed, waiting[0].name))
     return Reason.WAITING_FOR_ROLES, (
         f"workers start when role {role.name} has {role.min_ready} ready pods, and it has {ready}"
     )
 
 
-def find_waiting_cause(facts: Facts) -> str:
+def find_waiting_cause(context: PlanContext) -> str:
     """Return the ledger's key for time without steps now; empty while each role has enough ready pods."""
-    return ROLE_WAIT if facts.observed.other_pods is not None and list_waiting_roles(facts.observed) else ""
+    return ROLE_WAIT if context.observed.other_pods is not None and list_waiting_roles(context.observed) else ""

@@ -1,4 +1,4 @@
-"""Sort the observation into workers and members (`Facts`), define the hooks of optional features on them (`Feature`).
+"""Sort the observation into workers and members (`PlanContext`), and define the hooks of optional features (`Feature`).
 
 Kueue, claimed devices, gang scheduling, network policies, idle nodes and roles are optional. Each is one file or folder
 of `plan.features` and one line of `features.registry`; nothing outside asks whether it is there.
@@ -7,7 +7,7 @@ Ranks of two versions of the trainer must not meet, nor agents of two versions, 
 have no version. So a job keeps the image of an earlier default until no worker of it runs, unless the job names one.
 
 Guarantees:
-- `Facts` never changes during a plan.
+- `PlanContext` never changes during a plan.
 - A plan calls the hooks of the features that its job uses, and of no other.
 """
 
@@ -63,8 +63,8 @@ class PodSet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """The observation, sorted; without slots, because its properties are cached."""
+class PlanContext:
+    """The input of every policy of one plan. It has no slots, because its properties are cached."""
 
     observed: Observed
     settings: PlanSettings
@@ -182,7 +182,7 @@ class Facts:
         return max([*reported, self.job.status.progress.step]) or -1
 
 
-def _keep_status(_facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def _keep_status(_context: PlanContext, status: TrainingJobStatus) -> PolicyResult:
     return PolicyResult(status=status)
 
 
@@ -199,44 +199,46 @@ class Feature:
     """Return fields of each pod's spec, and of the resources of the worker container."""
     node_problems: Callable[[Observed, Worker], Iterable[NodeProblem]] = lambda _observed, _worker: ()
     """Return problems of the devices of a worker."""
-    reconcile_before_pods: Callable[[Facts, TrainingJobStatus], PolicyResult] = _keep_status
-    resize: Callable[[Facts, TrainingJobStatus, frozenset[str]], PolicyResult] = lambda _facts, status, _failed: (
-        PolicyResult(status=status)
+    reconcile_before_pods: Callable[[PlanContext, TrainingJobStatus], PolicyResult] = _keep_status
+    resize: Callable[[PlanContext, TrainingJobStatus, frozenset[str]], PolicyResult] = (
+        lambda _context, status, _failed: PolicyResult(status=status)
     )
     """Return the status with the size to work towards, without the pods of members that failed (by uid)."""
-    find_creation_blocker: Callable[[Facts], tuple[Reason, str] | None] = lambda _facts: None
+    find_creation_blocker: Callable[[PlanContext], tuple[Reason, str] | None] = lambda _context: None
     """Return why no worker can be created now; None if workers can."""
-    is_start_blocked: Callable[[Facts], bool] = lambda _facts: False
+    is_start_blocked: Callable[[PlanContext], bool] = lambda _context: False
     """Return whether warm workers wait for something before their first generation."""
-    list_pod_sets: Callable[[Facts], tuple[PodSet, ...]] = lambda _facts: ()
+    list_pod_sets: Callable[[PlanContext], tuple[PodSet, ...]] = lambda _context: ()
     """Return the pods besides the workers for which a queue needs quota."""
-    count_pods: Callable[[Facts], int] = lambda _facts: 0
+    count_pods: Callable[[PlanContext], int] = lambda _context: 0
     """Return the number of pods besides the workers that hold nodes of the job's quota."""
-    find_waiting_cause: Callable[[Facts], str] = lambda _facts: ""
+    find_waiting_cause: Callable[[PlanContext], str] = lambda _context: ""
     """Return the key in the ledger for time without steps now; empty if nothing is waited for."""
-    place_pod_set: Callable[[Facts, str, list[Json]], list[Json]] = lambda _facts, _name, manifests: manifests
+    place_pod_set: Callable[[PlanContext, str, list[Json]], list[Json]] = lambda _context, _name, manifests: manifests
     """Return the new pods of a pod set of `list_pod_sets`, where the queue admitted them."""
-    describe_capacity: Callable[[Facts], str] = lambda _facts: ""
+    describe_capacity: Callable[[PlanContext], str] = lambda _context: ""
     """Return a sentence for pods that cannot be scheduled."""
-    place_pods: Callable[[Facts, PublicStatus, list[Json]], tuple[tuple[Action, ...], list[Json]]] = (
-        lambda _facts, _status, manifests: ((), manifests)
+    place_pods: Callable[[PlanContext, PublicStatus, list[Json]], tuple[tuple[Action, ...], list[Json]]] = (
+        lambda _context, _status, manifests: ((), manifests)
     )
     """Return the objects to apply before new workers, and the workers where a queue or a group places them."""
-    creates_as_a_whole: Callable[[Facts, PublicStatus], bool] = lambda _facts, _status: False
+    creates_as_a_whole: Callable[[PlanContext, PublicStatus], bool] = lambda _context, _status: False
     """Return whether a new pod gets no node before all of its group exist."""
-    is_misplaced: Callable[[Facts, PublicStatus, Worker], bool] = lambda _facts, _status, _worker: False
+    is_misplaced: Callable[[PlanContext, PublicStatus, Worker], bool] = lambda _context, _status, _worker: False
     """Return whether a pod waits in a group that can no longer get it onto a node."""
-    describe_wait: Callable[[Facts], str] = lambda _facts: ""
+    describe_wait: Callable[[PlanContext], str] = lambda _context: ""
     """Return how workers wait for their nodes, as the rest of a sentence."""
-    reconcile: Callable[[Facts, TrainingJobStatus], PolicyResult] = _keep_status
+    reconcile: Callable[[PlanContext, TrainingJobStatus], PolicyResult] = _keep_status
     """Called after the pods."""
-    finish: Callable[[Facts, TrainingJobStatus], PolicyResult] = _keep_status
+    finish: Callable[[PlanContext, TrainingJobStatus], PolicyResult] = _keep_status
     """Called for a job that has ended."""
-    finalize: Callable[[Facts, TrainingJobStatus], PolicyResult] = _keep_status
+    finalize: Callable[[PlanContext, TrainingJobStatus], PolicyResult] = _keep_status
     """Called last in each plan, also in that of a job that has ended."""
 
 
-def build_facts(observed: Observed, settings: PlanSettings, size: SizeDecision, features: tuple[Feature, ...]) -> Facts:
+def build_context(
+    observed: Observed, settings: PlanSettings, size: SizeDecision, features: tuple[Feature, ...]
+) -> PlanContext:
     """Sort an observation. A membership of size 0 in the status means that the recorded one was given up."""
     current = observed.membership if observed.job.status.membership.size > 0 else None
     workers = build_workers(observed)
@@ -245,7 +247,7 @@ def build_facts(observed: Observed, settings: PlanSettings, size: SizeDecision, 
     recorded_members = current.members if current is not None else ()
     uids = {member.pod_uid for member in recorded_members}
     problems = find_problems_by_pod(observed, workers, [feature.node_problems for feature in features])
-    return Facts(
+    return PlanContext(
         observed=observed,
         settings=replace(settings, pod_fields=tuple(feature.pod_fields for feature in features)),
         size=size,
@@ -298,77 +300,80 @@ def _share_phases(
     )
 
 
-def list_joiners(facts: Facts) -> tuple[Worker, ...]:
+def list_joiners(context: PlanContext) -> tuple[Worker, ...]:
     """Return workers that can join at once, those on suspected nodes last."""
-    return tuple(sorted(facts.candidates, key=lambda worker: (is_second_choice(facts, worker), worker.pod.ordinal)))
+    return tuple(sorted(context.candidates, key=lambda worker: (is_second_choice(context, worker), worker.pod.ordinal)))
 
 
-def list_healthy_joiners(facts: Facts) -> tuple[Worker, ...]:
+def list_healthy_joiners(context: PlanContext) -> tuple[Worker, ...]:
     """Return newcomers that a job may grow onto by itself, without those on a node that was too slow recently."""
-    since = facts.now - AVOID_NODE_SECONDS
-    records = facts.job.status.failures
+    since = context.now - AVOID_NODE_SECONDS
+    records = context.job.status.failures
     slow_nodes = {
         record.node for record in records if record.cause is Cause.STRAGGLER and record.node and record.at > since
     }
-    return tuple(worker for worker in list_joiners(facts) if worker.pod.node not in slow_nodes)
+    return tuple(worker for worker in list_joiners(context) if worker.pod.node not in slow_nodes)
 
 
-def is_unfit(facts: Facts, worker: Worker) -> bool:
+def is_unfit(context: PlanContext, worker: Worker) -> bool:
     """Return whether a worker must not get a rank because its node is bad, or in quarantine."""
-    problem = facts.node_problems.get(worker.pod.uid)
+    problem = context.node_problems.get(worker.pod.uid)
     if problem is not None and problem.severity >= Severity.DRAIN:
         return True
-    return worker.pod.node in list_quarantined_nodes(facts)
+    return worker.pod.node in list_quarantined_nodes(context)
 
 
-def is_second_choice(facts: Facts, worker: Worker) -> bool:
+def is_second_choice(context: PlanContext, worker: Worker) -> bool:
     """Return whether another worker is preferred because of a problem of its node."""
-    if worker.pod.uid in facts.node_problems or worker.pod.node in facts.job.status.avoided_nodes:
+    if worker.pod.uid in context.node_problems or worker.pod.node in context.job.status.avoided_nodes:
         return True
     return worker.heartbeat is not None and any(not check.passed for check in worker.heartbeat.checks)
 
 
-def list_quarantined_nodes(facts: Facts) -> frozenset[str]:
+def list_quarantined_nodes(context: PlanContext) -> frozenset[str]:
     """Return nodes in quarantine, as far as this job applies it."""
-    fleet = facts.observed.fleet
-    return fleet.quarantined if facts.job.spec.health.quarantine.enabled and not fleet.frozen else frozenset()
+    fleet = context.observed.fleet
+    return fleet.quarantined if context.job.spec.health.quarantine.enabled and not fleet.frozen else frozenset()
 
 
-def describe_creation_refusal(facts: Facts) -> tuple[Reason, str] | None:
+def describe_creation_refusal(context: PlanContext) -> tuple[Reason, str] | None:
     """Return why the API server creates nothing for the job now; None if it does, or if a name is in use."""
-    if not facts.observed.creation_refusal or facts.observed.name_conflicts:
+    if not context.observed.creation_refusal or context.observed.name_conflicts:
         return None
     return Reason.CREATION_REFUSED, (
-        f"The API server refuses to create what the job needs: {facts.observed.creation_refusal.rstrip('. ')}. Correct "
-        "what it names; the operator tries again by itself, at least once a minute"
+        f"The API server refuses to create what the job needs: {context.observed.creation_refusal.rstrip('. ')}. "
+        "Correct what it names; the operator tries again by itself, at least once a minute"
     )
 
 
 def reconcile_object(
-    facts: Facts, status: TrainingJobStatus, manifest: Json, action: type[ApplyObject | ApplyOptional] = ApplyOptional
+    context: PlanContext,
+    status: TrainingJobStatus,
+    manifest: Json,
+    action: type[ApplyObject | ApplyOptional] = ApplyOptional,
 ) -> PolicyResult:
     """Return the write of an object that is not as requested, or when it may be written again."""
-    write_at = facts.observed.find_next_write(manifest)
+    write_at = context.observed.find_next_write(manifest)
     if write_at is None:
         return PolicyResult(status=status)
-    if facts.now < write_at:
+    if context.now < write_at:
         return PolicyResult(status=status, requeue_at=(write_at,))
     return PolicyResult(status=status, actions=(action(manifest),))
 
 
-def is_start_blocked(facts: Facts) -> bool:
+def is_start_blocked(context: PlanContext) -> bool:
     """Return whether warm workers wait for something else before their first generation."""
-    return any(feature.is_start_blocked(facts) for feature in facts.features)
+    return any(feature.is_start_blocked(context) for feature in context.features)
 
 
-def count_other_pods(facts: Facts) -> int:
+def count_other_pods(context: PlanContext) -> int:
     """Return the number of pods besides the workers that hold nodes of the job's quota."""
-    return sum(feature.count_pods(facts) for feature in facts.features)
+    return sum(feature.count_pods(context) for feature in context.features)
 
 
-def find_creation_blocker(facts: Facts) -> tuple[Reason, str] | None:
+def find_creation_blocker(context: PlanContext) -> tuple[Reason, str] | None:
     """Return why a feature of the job allows no new pod now, and what to do; None if pods can be created."""
-    return next(filter(None, (feature.find_creation_blocker(facts) for feature in facts.features)), None)
+    return next(filter(None, (feature.find_creation_blocker(context) for feature in context.features)), None)
 
 
 def pin_running_image(observed: Observed, settings: PlanSettings) -> PlanSettings:
