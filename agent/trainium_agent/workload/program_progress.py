@@ -176,17 +176,16 @@ class ProgramMonitor:
                 self._checkpoints.record_step(*max((record.updated, record.step) for _, record in self._records))
 
     def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:
-        """Return the record with the highest step, as of the last read, and its file; called in the event loop.
+        """Return the record in `files` with the highest step, as of the last read, and its file.
 
-        It is that of the first rank if all are in the same step.
+        It is that of the first rank if all are in the same step. Called in the event loop.
         """
         if self.ranks.reports_each_step:
             first = read_progress(files[0]) if files else None
             return None if first is None else (first, files[0])
-        if not self._records:
-            return None
-        rank, record = max(self._records, key=lambda rank_record: rank_record[1].step)
-        return record, rank.path
+        # A spare that has trained before still has the records of its last ranks.
+        records = [(record, rank.path) for rank, record in self._records if rank.path in files]
+        return max(records, key=lambda record_path: record_path[0].step, default=None)
 
     def read(self, path: Path) -> ProgressReading | None:
         """Return the progress of a rank: from the library, else from its output, else only that the program runs.

@@ -171,10 +171,17 @@ def test_the_last_step_is_read_at_the_end_of_a_rank(
     monitored_program.print_lines("step 1")
     monkeypatch.setattr(program_progress, "_READ_SECONDS", 60.0)
     monitored_program.print_lines("step 2")
-    newest = [monitored_program.monitor.newest(())]
+    files = [monitored_program.path()]
+    newest = [monitored_program.monitor.newest(files)]
     monitored_program.monitor.observe(fresh=True)
-    newest.append(monitored_program.monitor.newest(()))
+    newest.append(monitored_program.monitor.newest(files))
     assert [progress[0].step for progress in newest if progress is not None] == [1, 2]
+
+
+def test_a_spare_that_has_trained_before_has_no_newest_step(monitored_program: MonitoredProgram) -> None:
+    monitored_program.print_lines("step 1")
+    assert monitored_program.monitor.newest([monitored_program.path()]) is not None
+    assert monitored_program.monitor.newest(()) is None, "else its next start would be dated back to that step"
 
 
 def test_the_library_takes_precedence_over_the_pattern(monitored_program: MonitoredProgram) -> None:
