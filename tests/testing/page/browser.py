@@ -58,10 +58,9 @@ class Browser:
         """Return the visible text."""
         return str(self.evaluate("document.body.innerText"))
 
-    def save_screenshot(self, path: Path, *, height: int = 1400, dark: bool = False) -> None:
+    def save_screenshot(self, path: Path, *, height: int = 1400) -> None:
         """Write the top of the page as a PNG file."""
-        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self._call("Emulation.setEmulatedMedia", features=scheme)
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
         clip = {"x": 0, "y": 0, "width": 1100, "height": height, "scale": 1}
         response = self._call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(response["data"]))

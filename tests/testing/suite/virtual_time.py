@@ -67,7 +67,7 @@ def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P,
     return run
 
 
-async def run_pending_tasks(turns: int = 50) -> None:
+async def run_pending_tasks() -> None:
     """Run all ready tasks without advancing the time."""
-    for _ in range(turns):
+    for _ in range(50):
         await asyncio.sleep(0)

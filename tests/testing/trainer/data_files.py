@@ -116,12 +116,11 @@ FORMATS = {
 }
 
 
-def decode_all(data: Dataset, tokens: Any = None) -> str:
-    """Decode tokens, by default all of the first source."""
-    if tokens is None:
-        assert isinstance(data.training, Samples)
-        sequence = data.training.sources[0].sequence
-        tokens = sequence.read(0, sequence.tokens)
+def decode_all(data: Dataset) -> str:
+    """Decode all tokens of the first source."""
+    assert isinstance(data.training, Samples)
+    sequence = data.training.sources[0].sequence
+    tokens = sequence.read(0, sequence.tokens)
     return load_tokenizer(data.tokenizer).decode(list(tokens), skip_special_tokens=False)
 
 

@@ -108,11 +108,11 @@ def make_config(tmp_path: Path, source: Path | str, **settings: Any) -> DataConf
     return DataConfig.model_validate({**fields, "source": str(source), **settings})
 
 
-def open_encoded(settings: DataConfig, *, batch: int = 8, epochs: float = 0.0) -> ExampleDataset:
+def open_encoded(settings: DataConfig, *, epochs: float = 0.0) -> ExampleDataset:
     assert settings.cache_directory is not None
     cache = Path(settings.cache_directory)
     cache.mkdir(exist_ok=True)
-    return open_examples(settings, cache, batch, epochs=epochs)
+    return open_examples(settings, cache, 8, epochs=epochs)
 
 
 def encode(tmp_path: Path, rows: Sequence[Mapping[str, Any]], **settings: Any) -> ExampleDataset:

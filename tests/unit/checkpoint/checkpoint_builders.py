@@ -318,7 +318,6 @@ def run_ranks(
     *arguments: Any,
     tp: int = 1,
     mode: str = "Replicated",
-    timeout: float = 40.0,
     killed: int = 0,
 ) -> list[Any]:
     """Return the results of `function(coordinates, *arguments)` in gloo processes, by rank; raise when one failed.
@@ -336,7 +335,7 @@ def run_ranks(
         process.start()
     values = {}
     try:
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + 40.0
         while len(values) < size - killed:
             rank, value, error = results.get(timeout=max(0.1, deadline - time.monotonic()))
             assert error is None, f"rank {rank}: {error}"

@@ -22,7 +22,7 @@ from trainium_trainer.models.parallel_plan import apply_tensor_parallel
 
 @contextmanager
 def create_rank_state(
-    shape: ModelShape, grid: Grid, rank: int, mode: DataParallelMode, *, device: str = "cpu", half: bool = False
+    shape: ModelShape, grid: Grid, rank: int, mode: DataParallelMode, *, device: str = "cpu"
 ) -> Iterator[dict[str, Any]]:
     """Create the state of one rank as the native backend does."""
     dist.init_process_group("fake", rank=rank, world_size=grid.size, store=FakeStore())
@@ -30,14 +30,11 @@ def create_rank_state(
         mesh = init_device_mesh("cpu", (grid.data, grid.tensor), mesh_dim_names=("dp", "tp"))
         with torch.device("meta"):
             model = Llama(shape)
-        if half:
-            model.to(torch.bfloat16)
         if grid.tensor > 1:
             apply_tensor_parallel(model, mesh["tp"], sequence_parallel=False)
         coordinates = mesh_coordinates(grid, rank, mode)
         if mode.is_sharded:
-            precision = Precision.BFLOAT16_STOCHASTIC if half else Precision.FLOAT32
-            apply_sharding(model, mesh["dp"], precision, mode)
+            apply_sharding(model, mesh["dp"], Precision.FLOAT32, mode)
             store: Any = ShardedStore(
                 [model],
                 torch.device(device),
@@ -51,7 +48,7 @@ def create_rank_state(
                 mesh["dp"].get_group(),
                 coordinates.tp_rank,
                 moments=("expAvg", "expAvgSq"),
-                half=half,
+                half=False,
             )
         yield store.state_dict()
     finally:

@@ -77,8 +77,8 @@ def _assert_same_members(before: list[str], now: list[str]) -> None:
 # --- the explorer itself: it finds each mutation of a policy, with a shortest history
 
 
-def find_mutation(depth: int, transitions: tuple[Transition, ...], model: str = "spare") -> Report:
-    report = explore(model, transitions, depth, first_only=True)
+def find_mutation(depth: int, transitions: tuple[Transition, ...]) -> Report:
+    report = explore("spare", transitions, depth, first_only=True)
     assert report.violation is not None, "the mutation was not found"
     return report
 

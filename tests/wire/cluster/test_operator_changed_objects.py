@@ -35,12 +35,12 @@ class PolicedCluster(Scenario):
     def writes(self, resource: Resource) -> int:
         return sum(f"/{resource.plural}" in write.path for write in self.cluster.writes)
 
-    async def wait_for_replacement(self, seconds: float = 20) -> None:
+    async def wait_for_replacement(self) -> None:
         generation = self.status()["membership"]["generation"]
         self.cluster.remove(PODS, "default", self.cluster.names(PODS)[0])
         await until(
             lambda: self.status()["membership"]["generation"] > generation and self.status()["phase"] == "Running",
-            seconds,
+            20,
             "another worker trains",
         )
 

@@ -57,9 +57,9 @@ def test_a_sub_path_cannot_lead_out_of_its_volume(tmp_path: Path) -> None:
             mounts.volume_mounts({"volumeMounts": [{"name": "v", "mountPath": "/m", "subPath": sub}]}, {"v": volume})
 
 
-def build_service(name: str = "s", **spec: Any) -> dict[str, Any]:
+def build_service(**spec: Any) -> dict[str, Any]:
     body = {"selector": {"app": "a"}, "ports": [{"port": 80}], "clusterIP": "10.0.0.9", **spec}
-    return {"metadata": {"name": name, "namespace": "n"}, "spec": body}
+    return {"metadata": {"name": "s", "namespace": "n"}, "spec": body}
 
 
 def service_pod(ip: str, *, ready: bool = True, phase: str = "Running", **spec: Any) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, PodPhase
 
 
-def spec_with_rules(*rules: dict[str, Any], spares: int = 1) -> Any:
-    return build.spec(workers={"replicas": 4, "spares": spares}, recovery={"rules": list(rules)})
+def spec_with_rules(*rules: dict[str, Any]) -> Any:
+    return build.spec(workers={"replicas": 4, "spares": 1}, recovery={"rules": list(rules)})
 
 
 def crashed_agents(**failure_fields: Any) -> dict[int, Any]:

@@ -82,10 +82,10 @@ def test_a_spare_that_ended_is_replaced(how: str) -> None:
     assert (set(result.deleted_pods), len(result.created_pods)) == ({"demo-w-3"}, 1)
 
 
-def finished_job(*, job_spec: Any = TRAINER, progress: Progress = LAST_STEP, **report: Any) -> Observed:
+def finished_job(*, job_spec: Any = TRAINER, **report: Any) -> Observed:
     """Return a job whose members finished a minute ago, for an operator that has just started."""
     pods = tuple(
-        replace(build.finished_pod(ordinal, progress=progress, **report), finished=NOW - 60) for ordinal in range(3)
+        replace(build.finished_pod(ordinal, progress=LAST_STEP, **report), finished=NOW - 60) for ordinal in range(3)
     )
     observed = build.running_job(3, job_spec=job_spec, pods=pods, coordinator_since=NOW - 1, published=0)
     return replace(observed, agents={})

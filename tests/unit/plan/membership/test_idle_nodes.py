@@ -22,7 +22,6 @@ def start_job(
     *,
     nodes: int,
     replicas: int = 2,
-    most: int = 4,
     batch: int = 24,
     steps: int = 10**7,
     rest: int = RESCALE_AFTER_SECONDS,
@@ -30,7 +29,7 @@ def start_job(
 ) -> FakeCluster:
     """Start a job that may use idle nodes."""
     job_spec = build.spec(
-        workers={"replicas": replicas, "maxReplicas": most, **workers},
+        workers={"replicas": replicas, "maxReplicas": 4, **workers},
         recovery={"rescaleAfterSeconds": rest},
         trainer={"steps": steps, "batch": {"globalSize": batch}},
         elasticity=TAKES,

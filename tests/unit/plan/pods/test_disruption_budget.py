@@ -21,17 +21,15 @@ STORAGE = {"storage": {"hostPath": {"path": "/fsx"}}}
 LIMIT = 600
 
 
-def job_with_age_limit(
-    count: int = 4, *, spares: int = 0, storage: bool = True, age: float = 0.0, **status: Any
-) -> Any:
+def job_with_age_limit(*, spares: int = 0, storage: bool = True, age: float = 0.0, **status: Any) -> Any:
     """Return a job that trains and committed a checkpoint `age` seconds ago; its limit is ten minutes."""
     job_spec = build.spec(
-        workers={"replicas": count, "spares": spares},
+        workers={"replicas": 4, "spares": spares},
         checkpoint=STORAGE if storage else {},
         recovery={"disruption": {"maxDurableAgeSeconds": LIMIT}},
     )
     observed = build.running_job(
-        count, spares=spares, job_spec=job_spec, status={"start_time": format_rfc3339(NOW - 5000), **status}
+        4, spares=spares, job_spec=job_spec, status={"start_time": format_rfc3339(NOW - 5000), **status}
     )
     saved = observed.job.status.checkpoint.model_copy(
         update={"durable_step": 10, "durable_time": format_rfc3339(NOW - age)}

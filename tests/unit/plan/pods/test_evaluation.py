@@ -61,9 +61,9 @@ def evaluation_pod(step: int, failures: int = 0, **changes: Any) -> tuple[PodVie
     return (build.pod(0, **fields),)
 
 
-def ended_pod(code: int, message: str, step: int = 100, **changes: Any) -> tuple[PodView, ...]:
+def ended_pod(code: int, message: str, **changes: Any) -> tuple[PodView, ...]:
     phase = PodPhase.FAILED if code else PodPhase.SUCCEEDED
-    return evaluation_pod(step, phase=phase, exit_code=code, message=message, **changes)
+    return evaluation_pod(100, phase=phase, exit_code=code, message=message, **changes)
 
 
 def test_models_are_evaluated_once_in_order_and_results_are_recorded_before_deletion() -> None:

@@ -30,8 +30,8 @@ def running_job(**changes: Any) -> Observed:
     return build.running_job(policies_listed=True, **changes)
 
 
-def with_policy(observed: Observed, ingress: WorkerIngress = INGRESS) -> Observed:
-    digest = build_network_policy(observed.job, ingress)["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]
+def with_policy(observed: Observed) -> Observed:
+    digest = build_network_policy(observed.job, INGRESS)["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]
     return replace(observed, children={**observed.children, PLACE: digest})
 
 
@@ -141,14 +141,14 @@ def spec_of(ingress: WorkerIngress = ADMITTED, **workers: Any) -> dict[str, Any]
     return policy_spec
 
 
-def admitted_ports(policy: dict[str, Any], namespace: str, labels: dict[str, str], own: str = "default") -> list[Any]:
+def admitted_ports(policy: dict[str, Any], namespace: str, labels: dict[str, str]) -> list[Any]:
     """Return the ports that a pod can reach; None stands for all."""
     policies: list[Any] = []
     for rule in policy["ingress"]:
         for peer in rule.get("from", [{"namespaceSelector": {}}]):
             space = peer.get("namespaceSelector")
             wanted = None if space is None else space.get("matchLabels", {}).get("kubernetes.io/metadata.name")
-            selects_namespace = namespace == own if space is None else wanted in (None, namespace)
+            selects_namespace = namespace == "default" if space is None else wanted in (None, namespace)
             if selects_namespace and peer.get("podSelector", {}).get("matchLabels", {}).items() <= labels.items():
                 policies.append(rule.get("ports"))
     return policies

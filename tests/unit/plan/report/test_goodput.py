@@ -179,8 +179,8 @@ STEADY = GoodputStatus(
 )
 
 
-def steady_job(step: int, goodput: GoodputStatus = STEADY, *, updated: float = NOW - 0.5, **status: Any) -> Observed:
-    progress = Progress(step=step, resume_step=0, updated=updated)
+def steady_job(step: int, goodput: GoodputStatus = STEADY, **status: Any) -> Observed:
+    progress = Progress(step=step, resume_step=0, updated=NOW - 0.5)
     agents = build.training_agents(range(4), progress=progress)
     return build.running_job(
         4, agents=agents, status={"start_time": format_rfc3339(NOW - 100), "goodput": goodput, **status}

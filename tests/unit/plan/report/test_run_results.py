@@ -26,24 +26,24 @@ STEPS = 40
 """Twenty seconds."""
 
 
-def cluster_with_stages(export: float = 60, evaluate: float = 40, **workers: Any) -> FakeCluster:
+def cluster_with_stages(export: float = 60, **workers: Any) -> FakeCluster:
     cluster = FakeCluster(
         build.spec(workers={"replicas": 3, "spares": 1, "minReplicas": 2, **workers}, trainer={"steps": STEPS}), nodes=6
     )
-    cluster.stages = (("Export", export), ("Evaluate", evaluate))
+    cluster.stages = (("Export", export), ("Evaluate", 40))
     return cluster
 
 
-def run_until_stage(cluster: FakeCluster, stage: str, max_seconds: int = 300) -> None:
-    for _ in range(max_seconds):
+def run_until_stage(cluster: FakeCluster, stage: str) -> None:
+    for _ in range(300):
         cluster.run(1)
         if cluster.status.stage == stage:
             return
     pytest.fail(f"{stage} never came: {cluster.status.stage}, {cluster.status.phase}")
 
 
-def run_until_end(cluster: FakeCluster, max_seconds: int = 1000) -> None:
-    for _ in range(max_seconds):
+def run_until_end(cluster: FakeCluster) -> None:
+    for _ in range(1000):
         if cluster.status.phase is Phase.COMPLETED:
             return
         cluster.run(1)

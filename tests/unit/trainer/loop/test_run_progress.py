@@ -18,8 +18,8 @@ from trainium_trainer.loop.schedule import learning_rate, rate_factor
 START = Position(step=0, samples=0, tokens=0)
 
 
-def create_progress(ranks: int, *, steps: int = 10, micro_size: int = 1, **batch: Any) -> RunProgress:
-    fields = {"batch": {"microSize": micro_size, **batch}, "steps": steps, "schedule": {"warmupSteps": 0}}
+def create_progress(ranks: int, *, steps: int = 10, **batch: Any) -> RunProgress:
+    fields = {"batch": {"microSize": 1, **batch}, "steps": steps, "schedule": {"warmupSteps": 0}}
     config = TrainingConfig.model_validate(fields)
     launch = read_launch({"RANK": "0", "WORLD_SIZE": str(ranks)})
     return RunProgress.of(resolve_settings(with_steps(config, None), launch, vocabulary=512))

@@ -28,10 +28,8 @@ RULES = stability_rules(CONFIG)
 CPU = JobDevices(torch.device("cpu"), count=4, nodes=2, peak=None)
 
 
-def create_monitor(
-    past: MonitorState | None = None, device: JobDevices = CPU, config: MonitorConfig = CONFIG
-) -> StepMonitor:
-    return StepMonitor(config, past or MonitorState(), device, flops_per_token=1e9)
+def create_monitor(past: MonitorState | None = None, device: JobDevices = CPU) -> StepMonitor:
+    return StepMonitor(CONFIG, past or MonitorState(), device, flops_per_token=1e9)
 
 
 def record_step(
