@@ -21,7 +21,7 @@ from benchmarks.parity.tuned import TuningResult
 from benchmarks.parity.tuned_reference import TunedReference, base_with_adapter, plain_name
 from benchmarks.ranks import RunFailedError
 from trainium_contract.trainer.tuning import TuningMethod
-from trainium_trainer.tuning.apply import initial_adapter
+from trainium_trainer.tuning.apply import draw_initial_adapter
 from trainium_trainer.tuning.trainable import select_trainable
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def write_task(config: TrainingConfig, folder: Path) -> dict[str, Any]:
     if tuning.method is TuningMethod.LORA:
         trainable = select_trainable(shape_of(config), tuning)
         initial = {
-            name: initial_adapter(name, torch.Size(size), config.seed).contiguous()
+            name: draw_initial_adapter(name, torch.Size(size), config.seed).contiguous()
             for name, size in trainable.sizes.items()
         }
         save_file(initial, folder / "initial.safetensors")

@@ -19,7 +19,7 @@ from trainium_trainer.data.batches.samples import Share
 from trainium_trainer.data.dataset import open_data
 from trainium_trainer.data.loader import open_loader
 from trainium_trainer.models.huggingface import to_config
-from trainium_trainer.models.initialization import initial_tensor
+from trainium_trainer.models.initialization import draw_initial_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +63,7 @@ def train_reference(config: TrainingConfig) -> Reference:
     model = LlamaForCausalLM(LlamaConfig(**options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_tensor(name, parameter.shape, seed=config.seed, shape=shape))
+            parameter.copy_(draw_initial_tensor(name, parameter.shape, seed=config.seed, shape=shape))
     model.train()
     optimizer = create_optimizer(model, config)
     losses = []
@@ -92,7 +92,7 @@ def micro_batches(config: TrainingConfig) -> Iterator[MicroBatch]:
     loader = open_loader(open_data(config.data, size), share)
     try:
         for step in range(config.steps):
-            (batch,) = loader.batch_at(step * size).micro_batches
+            (batch,) = loader.read_batch(step * size).micro_batches
             yield batch
     finally:
         loader.close()

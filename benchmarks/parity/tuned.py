@@ -19,7 +19,7 @@ from trainium_trainer.checkpoint.format.reader import CheckpointReader
 from trainium_trainer.checkpoint.root.selection import choose_checkpoint
 from trainium_trainer.configuration import config as configuration
 from trainium_trainer.data.dataset import open_data
-from trainium_trainer.data.loader import validation_batches
+from trainium_trainer.data.loader import iterate_validation_batches
 from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry
 
@@ -132,7 +132,7 @@ def held_out_accuracy(model: nn.Module, config: TrainingConfig) -> float | None:
     if data.validation is None:
         return None
     correct = total = 0
-    for batch in validation_batches(data.validation, dp_rank=0, dp_size=1, micro_size=16):
+    for batch in iterate_validation_batches(data.validation, dp_rank=0, dp_size=1, micro_size=16):
         has_answer = (batch.labels != -100).any(1)
         positions = (batch.labels != -100).int().argmax(1)[has_answer]
         rows = torch.arange(len(has_answer))[has_answer]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.parity.reference import create_optimizer, learning_rate_at, micro_batches, shape_of
 from trainium_contract.trainer.tuning import TuningMethod
-from trainium_trainer.tuning.apply import initial_adapter
+from trainium_trainer.tuning.apply import draw_initial_adapter
 from trainium_trainer.tuning.trainable import MAGNITUDE, select_trainable
 
 if TYPE_CHECKING:
@@ -170,4 +170,4 @@ def _initialize_adapter(model: nn.Module, seed: int) -> None:
     """Set the adapter to the trainer's initial values; peft computes the initial magnitudes of DoRA."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and f".{MAGNITUDE}." not in name:
-            parameter.copy_(initial_adapter(plain_name(name), parameter.shape, seed))
+            parameter.copy_(draw_initial_adapter(plain_name(name), parameter.shape, seed))

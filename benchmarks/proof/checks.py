@@ -16,7 +16,7 @@ from trainium_devcluster.jobs.metrics import read_samples
 from trainium_trainer.artifacts.manifest import UNFINISHED
 from trainium_trainer.checkpoint.format.reader import CheckpointReader
 from trainium_trainer.checkpoint.root.survey import survey, verify
-from trainium_trainer.models.state_dict import WEIGHT, state_name
+from trainium_trainer.models.state_dict import WEIGHT, format_state_name
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 from trainium_trainer.weights.adapter import from_tensor
@@ -154,7 +154,7 @@ def check_milestones(root: Path, result: TrialResult) -> None:
             continue
         reader = CheckpointReader(storage, milestone, Retry())
         for name, tensor in load_file(step / "adapter" / "adapter_model.safetensors").items():
-            if not tensor.equal(reader.read(state_name(WEIGHT, from_tensor(name)))):
+            if not tensor.equal(reader.read(format_state_name(WEIGHT, from_tensor(name)))):
                 result.deviations.append(f"{name} of milestone {milestone.step} is not that of its checkpoint")
 
 

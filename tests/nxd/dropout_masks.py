@@ -8,7 +8,7 @@ import json
 import torch
 import torch_xla
 
-from trainium_trainer.models.dropout import dropout, sample_keys
+from trainium_trainer.models.dropout import apply_dropout, sample_keys
 
 device = torch_xla.device()
 values = torch.randn(7, 3, 33)
@@ -21,7 +21,7 @@ for number in range(4):
         "sequence_dimension": number % 2,
     }
     keys = sample_keys(torch.arange(values.shape[1 - options["sequence_dimension"]]) + number, seed=number)
-    on_device = dropout(values.to(device), keys.to(device), **options)
+    on_device = apply_dropout(values.to(device), keys.to(device), **options)
     has_int64.append("s64" in torch_xla._XLAC._get_xla_tensors_hlo([on_device]))
-    same.append(torch.equal(on_device.cpu(), dropout(values, keys, **options)))
+    same.append(torch.equal(on_device.cpu(), apply_dropout(values, keys, **options)))
 print(json.dumps({"same": same, "hasInt64": has_int64}))  # noqa: T201 - the answer

@@ -96,7 +96,7 @@ def evaluate(settings: Settings) -> dict[str, Any]:
         batches.append(MicroBatch(tokens[:, :-1], labels, int((labels >= 0).sum()), torch.arange(2)))
     without_labels = MicroBatch(batches[0].inputs, torch.full_like(batches[0].labels, -100), 0, torch.arange(2))
     losses = [backend.evaluate(batches).loss, backend.evaluate([without_labels]).loss]
-    return {"losses": [str(loss) for loss in losses], "norm": backend.parameter_norm()}
+    return {"losses": [str(loss) for loss in losses], "norm": backend.compute_parameter_norm()}
 
 
 def step_with_nan(settings: Settings) -> dict[str, Any]:

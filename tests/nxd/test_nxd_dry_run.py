@@ -13,7 +13,7 @@ import pytest
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.nxd import extraction
-from trainium_trainer.compile.dry_run import DryRunRequest, MeshCoordinate, first_rank_at, launch_at
+from trainium_trainer.compile.dry_run import DryRunRequest, MeshCoordinate, find_first_rank, launch_at
 from trainium_trainer.configuration.config import resolve_settings
 
 pytestmark = [pytest.mark.torch_xla, pytest.mark.timeout(600)]
@@ -25,7 +25,7 @@ def dry_run(
     wire = TrainingConfig.model_validate(config | {"backend": "Nxd"} | fields).to_wire()
     environment = (
         os.environ
-        | extraction.environment(rank, world_size, world_size)
+        | extraction.build_environment(rank, world_size, world_size)
         | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
     )
     if graphs is not None:
@@ -87,7 +87,7 @@ def test_replicas_of_repeated_heads_have_dry_run_graphs(
     }
     world_size = 16
     config = TrainingConfig.model_validate(base_config | {"backend": "Nxd"} | fields)
-    distinct_ranks = extraction.ranks_with_distinct_graphs(
+    distinct_ranks = extraction.find_ranks_with_distinct_graphs(
         resolve_settings(config, launch_at(0, world_size, world_size))
     )
     hashes: dict[int, set[str]] = {}
@@ -95,7 +95,7 @@ def test_replicas_of_repeated_heads_have_dry_run_graphs(
         file = tmp_path / f"graphs-{number}"
         place = MeshCoordinate(pipeline=0, tensor=1, data=number)
         dry_run(
-            base_config, first_rank_at(place, config, world_size, tensor_stride=4), world_size, graphs=file, **fields
+            base_config, find_first_rank(place, config, world_size, tensor_stride=4), world_size, graphs=file, **fields
         )
         texts = "".join(path.read_text() for path in tmp_path.glob(f"graphs-{number}*"))
         hashes[number] = set(re.findall(r"Graph Hash: (\w+)", texts))

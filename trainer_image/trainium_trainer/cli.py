@@ -71,7 +71,7 @@ def train(
     except ValueError as error:
         raise exits.UserError(str(error)) from error
     launch = read_launch()
-    with exits.storage_errors_on_restart(restarted=launch.is_restart):
+    with exits.retry_files_on_restart(restarted=launch.is_restart):
         settings = resolve_settings(load(config, overrides or ()), launch)
         refuse_unsupported(settings)
         log_lines.configure_rank_logging(launch.rank)
@@ -101,7 +101,7 @@ for _command in (
 
 
 @functools.cache
-def command() -> Callable[..., object]:
+def build_parser() -> Callable[..., object]:
     """Build the parser of all commands, once: it takes a fifth of the start of a rank that `warm` prepared."""
     return typer.main.get_command(app)
 
@@ -109,7 +109,7 @@ def command() -> Callable[..., object]:
 def run(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; every error is reported, none is raised."""
     try:
-        result = command()(list(argv) if argv is not None else None, prog_name=_NAME, standalone_mode=False)
+        result = build_parser()(list(argv) if argv is not None else None, prog_name=_NAME, standalone_mode=False)
     except BaseException as error:  # noqa: BLE001 - this is the place that turns every error into a code
         sentence = describe_usage_error(error, _NAME)
         if sentence == "":

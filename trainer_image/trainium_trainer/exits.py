@@ -68,7 +68,7 @@ class StorageError(TrainerError):
 
 
 @contextlib.contextmanager
-def storage_errors_on_restart(*, restarted: bool) -> Iterator[None]:
+def retry_files_on_restart(*, restarted: bool) -> Iterator[None]:
     """Raise StorageError instead of UserError for a file that an earlier process of this run has read."""
     try:
         yield
@@ -98,11 +98,11 @@ def find_exit_code(error: BaseException) -> int:
     if isinstance(error, ConnectionError):
         return ExitCode.PEER_LOST
     if isinstance(error, RuntimeError):
-        return _code_of_runtime_error(error)
+        return _find_runtime_error_code(error)
     return _CRASH
 
 
-def _code_of_runtime_error(error: RuntimeError) -> int:
+def _find_runtime_error_code(error: RuntimeError) -> int:
     text = str(error).lower()
     kinds = {kind.__name__ for kind in type(error).__mro__}
     # By name, so that this module needs no torch: DistError is the base of store, network and backend errors.

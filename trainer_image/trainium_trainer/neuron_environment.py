@@ -1,7 +1,7 @@
 """Set `neuron` of the configuration as environment variables, before a device library is imported.
 
 Guarantees:
-- `variables` is a pure function.
+- `list_variables` is a pure function.
 - The user's environment is never silently overridden: if it differs, the run ends with an error that names the variable
   and the field.
 - This module does not import torch.
@@ -62,7 +62,7 @@ DEVICE_FILES = "neuron[0-9]*"
 _M_ARENA_MAX = -8  # of mallopt(3)
 
 
-def compiler_flags(neuron: NeuronConfig) -> list[str]:
+def list_compiler_flags(neuron: NeuronConfig) -> list[str]:
     """Return the options of neuronx-cc, one word each."""
     flags = [f"--model-type={_MODEL_TYPES[neuron.model_type]}"]
     if neuron.distribution_strategy in _STRATEGIES:
@@ -78,7 +78,7 @@ def compiler_flags(neuron: NeuronConfig) -> list[str]:
     return flags + list(neuron.extra_compiler_flags or ())
 
 
-def variables(config: TrainingConfig, *, nxd: bool, given: Mapping[str, str]) -> dict[str, str]:
+def list_variables(config: TrainingConfig, *, nxd: bool, given: Mapping[str, str]) -> dict[str, str]:
     """Return every variable to set for the backend `Nxd` or TorchNeuron, besides the user's environment `given`.
 
     The user's compiler flags are kept. Raises UserError if `given` contradicts the configuration.
@@ -104,7 +104,7 @@ def variables(config: TrainingConfig, *, nxd: bool, given: Mapping[str, str]) ->
                 f"environment variable {name} is {given[name]!r}: it would turn float32 master weights and moments "
                 "into bfloat16; unset it, `precision` sets the number formats"
             )
-    environment[COMPILER_FLAGS] = shlex.join(_merge_flags(compiler_flags(neuron), given.get(COMPILER_FLAGS, "")))
+    environment[COMPILER_FLAGS] = shlex.join(_merge_flags(list_compiler_flags(neuron), given.get(COMPILER_FLAGS, "")))
     return environment
 
 
@@ -117,12 +117,12 @@ def apply(
 ) -> None:
     """Set the variables in this process if it may use Neuron devices; `devices` is the folder of device files.
 
-    `capture`: a folder for the runtime's capture of this process; None for no capture. Raises UserError as `variables`
-    does.
+    `capture`: a folder for the runtime's capture of this process; None for no capture. Raises UserError as
+    `list_variables` does.
     """
     if not uses_neuron(config, devices):
         return
-    environment.update(variables(config, nxd=config.backend is not BackendChoice.NATIVE, given=environment))
+    environment.update(list_variables(config, nxd=config.backend is not BackendChoice.NATIVE, given=environment))
     if capture is not None:
         required = {CAPTURE_ENABLED: "1", _CAPTURE_FOLDER: str(capture)}
         _refuse_other_values(required, environment)
@@ -158,16 +158,16 @@ def _merge_flags(ours: list[str], flags: str) -> list[str]:
             f"environment variable {COMPILER_FLAGS} is {flags!r}, which is no command line ({error}): correct it, or "
             "use neuron.extraCompilerFlags"
         ) from error
-    values = dict(_name_and_value(flag) for flag in ours)
+    values = dict(_split_flag(flag) for flag in ours)
     for flag in words:
-        name, value = _name_and_value(flag)
+        name, value = _split_flag(flag)
         if name in values and values[name] != value:
             field = _FIELDS.get(name, "neuron.extraCompilerFlags")
             raise UserError(
-                f"environment variable {COMPILER_FLAGS} has {flag}, but {field} makes it {_flag(name, values[name])}: "
-                f"remove it from the variable and set {field}"
+                f"environment variable {COMPILER_FLAGS} has {flag}, but {field} makes it "
+                f"{_format_flag(name, values[name])}: remove it from the variable and set {field}"
             )
-    return ours + [flag for flag in words if _name_and_value(flag)[0] not in values]
+    return ours + [flag for flag in words if _split_flag(flag)[0] not in values]
 
 
 def _join_values(words: list[str]) -> list[str]:
@@ -181,12 +181,12 @@ def _join_values(words: list[str]) -> list[str]:
     return joined
 
 
-def _name_and_value(flag: str) -> tuple[str, str]:
+def _split_flag(flag: str) -> tuple[str, str]:
     if flag.startswith("-O"):
         return "--optlevel", flag.removeprefix("-O").removeprefix("=").strip()
     name, _, value = flag.partition("=")
     return name, value
 
 
-def _flag(name: str, value: str) -> str:
+def _format_flag(name: str, value: str) -> str:
     return f"{name}={value}" if value else name

@@ -25,7 +25,7 @@ def stop_reverse_lookups() -> None:
 
     torch looks up the name of each address once per process; forks of this one inherit that it has.
     """
-    with contextlib.suppress(OSError, AttributeError, RuntimeError), _no_name_server():
+    with contextlib.suppress(OSError, AttributeError, RuntimeError), _disable_name_servers():
         open_store(NAMELESS)
 
 
@@ -43,7 +43,7 @@ def open_store(address: str) -> TCPStore:
 
 
 @contextlib.contextmanager
-def _no_name_server() -> Iterator[None]:
+def _disable_name_servers() -> Iterator[None]:
     """Remove the name servers of this thread. Raises AttributeError without glibc's resolver."""
     libc = ctypes.CDLL(None)
     state, read_configuration = libc["__res_state"], libc["__res_init"]

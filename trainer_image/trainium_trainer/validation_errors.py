@@ -26,13 +26,13 @@ def validate(model: type[M], fields: Any, where: str = "") -> M:
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """Return the first problem of a validation error as one sentence, with the number of further problems."""
     details = error.errors()
-    first = first_problem(details)
+    first = find_first_problem(details)
     message = _format_problem(first, model)
     more = len(details) - 1
     return message + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
 
 
-def first_problem(details: list[ErrorDetails]) -> ErrorDetails:
+def find_first_problem(details: list[ErrorDetails]) -> ErrorDetails:
     """Return the problem to report: an unknown field before all others, which often follow from it."""
     return min(details, key=lambda item: item["type"] != "extra_forbidden")
 
@@ -44,7 +44,7 @@ def _format_problem(item: ErrorDetails, model: type[BaseModel]) -> str:
     subject = f"{field} is {value!r}" if isinstance(value, (str, int, float, bool)) or value is None else field
     match item["type"]:
         case "extra_forbidden":
-            return _unknown_field(item["loc"], model)
+            return _find_unknown_field(item["loc"], model)
         case "value_error":
             return str(context["error"])
         case "enum":
@@ -78,7 +78,7 @@ _LARGEST = 2**31 - 1
 def _format_range(item: ErrorDetails, model: type[BaseModel]) -> str:
     """Format both ends of the field's legal range, if they are useful to a user."""
     bounds = {key: value for key, value in item.get("ctx", {}).items() if key in _WORDS}
-    for part in _constraints(item["loc"], model):
+    for part in _find_constraints(item["loc"], model):
         for key in _WORDS:
             bound = getattr(part, key, None)
             if bound is not None:
@@ -96,20 +96,20 @@ def _format_number(bound: float) -> float:
     return int(bound) if float(bound).is_integer() else bound
 
 
-def _constraints(location: tuple[int | str, ...], model: type[BaseModel]) -> list[Any]:
+def _find_constraints(location: tuple[int | str, ...], model: type[BaseModel]) -> list[Any]:
     """Return the bounds that the field at `location` declares in any layer of its annotation."""
     owner: type[BaseModel] | None = model
     for name in location[:-1]:
-        owner = _child(owner, str(name)) if owner else None
+        owner = _find_child(owner, str(name)) if owner else None
     if owner is None:
         return []
     for key, info in owner.model_fields.items():
         if location[-1] in (key, info.alias):
-            return [*info.metadata, *_annotated_parts(info.annotation)]
+            return [*info.metadata, *_list_annotated_parts(info.annotation)]
     return []
 
 
-def _annotated_parts(annotation: Any) -> list[Any]:
+def _list_annotated_parts(annotation: Any) -> list[Any]:
     parts: list[Any] = []
     for part in (annotation, *getattr(annotation, "__args__", ())):
         for meta in getattr(part, "__metadata__", ()):
@@ -117,18 +117,18 @@ def _annotated_parts(annotation: Any) -> list[Any]:
     return parts
 
 
-def _unknown_field(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
+def _find_unknown_field(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
     names = [str(part) for part in location]
     owner: type[BaseModel] | None = model
     for name in names[:-1]:
-        owner = _child(owner, name) if owner else None
+        owner = _find_child(owner, name) if owner else None
     known = sorted(info.alias or key for key, info in owner.model_fields.items()) if owner else []
     close = difflib.get_close_matches(names[-1], known, n=1)
     advice = f"did you mean {close[0]}?" if close else f"known fields: {', '.join(known)}"
     return f"{'.'.join(names)} is not a field: {advice}"
 
 
-def _child(model: type[BaseModel], alias: str) -> type[BaseModel] | None:
+def _find_child(model: type[BaseModel], alias: str) -> type[BaseModel] | None:
     for key, info in model.model_fields.items():
         if alias in (key, info.alias):
             for kind in (info.annotation, *getattr(info.annotation, "__args__", ())):

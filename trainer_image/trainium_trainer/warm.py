@@ -53,7 +53,7 @@ def warm(config_path: str | None = None) -> None:
         importlib.import_module(name)
     stop_reverse_lookups()  # all ranks inherit it
     sys.modules["trainium_trainer.cli"].command()
-    config = _configuration(config_path)
+    config = _read_configuration(config_path)
     if config is None or config.parallelism.tensor > 1:
         _import(_DIVIDED)
     if config is None or config.parallelism.pipeline > 1:
@@ -62,14 +62,14 @@ def warm(config_path: str | None = None) -> None:
         _import(_DIVIDED + _SHARDED)
     if config is not None and config.torch_compile is not TorchCompile.NONE:
         _import(_COMPILED)
-    _first_step()
+    _run_first_step()
     if config is not None:
         if config.model.weights is not None:
             _import(_BEGINNING)
         _prepare_data(config)
 
 
-def _configuration(path: str | None) -> TrainingConfig | None:
+def _read_configuration(path: str | None) -> TrainingConfig | None:
     from trainium_trainer.configuration.config import load  # noqa: PLC0415 - this function is the place for slow imports
 
     try:
@@ -91,10 +91,10 @@ def _prepare_data(config: TrainingConfig) -> None:
         with contextlib.suppress(TrainerError):  # the rank reports it
             open_run_data(config)
 
-    _import(_in_a_child(prepare))
+    _import(_run_in_child(prepare))
 
 
-def _in_a_child(work: Callable[[], None]) -> tuple[str, ...]:
+def _run_in_child(work: Callable[[], None]) -> tuple[str, ...]:
     """Run some work in a child process, so that its threads (Arrow's, for instance) end with it; return its imports."""
     read_end, write_end = os.pipe()
     known = set(sys.modules)
@@ -120,7 +120,7 @@ def _import(names: tuple[str, ...]) -> None:
             importlib.import_module(name)
 
 
-def _first_step() -> None:
+def _run_first_step() -> None:
     """Run forward and backward of a small model, so that kernels are selected and memory is mapped.
 
     It is skipped if there is an accelerator: autograd would start a thread for each, and a driver does not survive a
@@ -133,12 +133,12 @@ def _first_step() -> None:
     from trainium_contract.trainer.model import ModelConfig  # noqa: PLC0415
     from trainium_trainer.configuration.model_shape import resolve_shape  # noqa: PLC0415
     from trainium_trainer.models.llama import Llama  # noqa: PLC0415
-    from trainium_trainer.models.loss import loss_sum  # noqa: PLC0415
+    from trainium_trainer.models.loss import compute_loss_sum  # noqa: PLC0415
 
     state = torch.random.get_rng_state()
     model = Llama(resolve_shape(ModelConfig(), 2048))
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     tokens = torch.zeros(1, 64, dtype=torch.int64)
-    loss_sum(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+    compute_loss_sum(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
     torch.random.set_rng_state(state)

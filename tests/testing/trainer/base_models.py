@@ -15,7 +15,7 @@ from trainium_contract.models.shape import ModelShape
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
-from trainium_trainer.models.initialization import initial_tensor
+from trainium_trainer.models.initialization import draw_initial_tensor
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry
@@ -117,7 +117,7 @@ def initial_model(shape: ModelShape) -> Llama:
     model = Llama(shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_tensor(name, parameter.shape, seed=0, shape=shape))
+            parameter.copy_(draw_initial_tensor(name, parameter.shape, seed=0, shape=shape))
     return model
 
 

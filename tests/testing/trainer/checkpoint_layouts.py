@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trainium_trainer.checkpoint.sharding import Box, CheckpointLayout, box_at
+from trainium_trainer.checkpoint.sharding import Box, CheckpointLayout, find_box
 
 
 def assert_written_once(layout: CheckpointLayout) -> None:
@@ -10,11 +10,11 @@ def assert_written_once(layout: CheckpointLayout) -> None:
     written = {name: np.zeros(tensor.shape, dtype=np.int64) for name, tensor in layout.tensors.items()}
     rank_by_box: dict[tuple[str, Box], int] = {}
     for rank in range(layout.grid.size):
-        stage, data, tensor_rank = layout.grid.coordinates(rank)
+        stage, data, tensor_rank = layout.grid.find_coordinates(rank)
         for item in layout.plan_items(rank):
             tensor = layout.tensors[item.name]
             assert tensor.stage == stage
-            assert item.box == box_at(tensor.shape, tensor.division, layout.grid, data, tensor_rank)
+            assert item.box == find_box(tensor.shape, tensor.division, layout.grid, data, tensor_rank)
             slices = tuple(slice(o, o + s) for o, s in zip(item.box.offsets, item.box.sizes, strict=True))
             written[item.name][slices] += 1
             rank_by_box[item.name, item.box] = rank
@@ -22,6 +22,6 @@ def assert_written_once(layout: CheckpointLayout) -> None:
         name: (1, 1) for name, counts in written.items() if counts.size
     }
     for name, tensor in layout.tensors.items():
-        writers = list(layout.writers(name, Box((0,) * len(tensor.shape), tensor.shape)))
+        writers = list(layout.find_writers(name, Box((0,) * len(tensor.shape), tensor.shape)))
         assert dict(writers) == {box: rank for (owner, box), rank in rank_by_box.items() if owner == name}
         assert len(writers) == len(set(writers))

@@ -133,4 +133,4 @@ def read_batch(samples: Samples, share: Share, position: int) -> RankBatch:
     """Read the batch of one rank at a global position."""
     loader = Loader(RankSamples(samples, share), samples.rules, share)
     with contextlib.closing(loader):
-        return loader.batch_at(position)
+        return loader.read_batch(position)

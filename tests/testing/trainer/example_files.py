@@ -126,7 +126,7 @@ def decode(data: ExampleDataset, source: int = 0) -> list[tuple[str, str]]:
     """Decode each stored example: its whole text, and the part that is learned."""
     tokenizer = load_tokenizer(data.tokenizer)
     stored = data.sources[source].stored
-    examples = (stored.example(number) for number in range(len(stored)))
+    examples = (stored.read_example(number) for number in range(len(stored)))
     return [
         (
             str(tokenizer.decode(ids.tolist(), skip_special_tokens=False)),
@@ -138,5 +138,5 @@ def decode(data: ExampleDataset, source: int = 0) -> list[tuple[str, str]]:
 
 def first_example(data: ExampleDataset) -> tuple[list[int], list[bool]]:
     """Return the token ids and the loss mask of the first stored example."""
-    ids, loss_mask = data.sources[0].stored.example(0)
+    ids, loss_mask = data.sources[0].stored.read_example(0)
     return ids.tolist(), loss_mask.tolist()

@@ -12,7 +12,7 @@ from tests.testing.trainer.base_models import save_base, save_tuned
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_trainer import cli
 from trainium_trainer.artifacts.export import export, merge
-from trainium_trainer.artifacts.peft_format import short_names
+from trainium_trainer.artifacts.peft_format import shorten_names
 from trainium_trainer.exits import UserError
 from trainium_trainer.weights.adapter import AdapterWeights
 
@@ -249,4 +249,4 @@ def test_the_commands_merge_and_export_adapters(tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_targets_are_short_where_short_names_are_unambiguous(modules: list[str], names: list[str]) -> None:
-    assert short_names(modules, ["a.0.q", "a.1.q", "a.0.v", "a.1.v", "head"]) == names
+    assert shorten_names(modules, ["a.0.q", "a.1.q", "a.0.v", "a.1.v", "head"]) == names

@@ -175,6 +175,6 @@ def test_the_command_reports_its_result_or_the_reason_of_its_failure(
     write_model_run(tmp_path)
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float16"]) == 0
     assert capsys.readouterr().out == f"exported step 7 to {tmp_path / 'out'}\n"
-    assert BaseWeights.open(str(tmp_path / "out")).dtype("model.norm.weight") == torch.float16
+    assert BaseWeights.open(str(tmp_path / "out")).find_dtype("model.norm.weight") == torch.float16
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out2"), "--step", "3"]) == 64
     assert "there is no committed checkpoint of step 3" in capsys.readouterr().err

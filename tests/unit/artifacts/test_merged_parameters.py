@@ -20,7 +20,7 @@ class DictParameters:
     def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
         self.parameters = parameters
 
-    def size(self, name: str) -> torch.Size:
+    def find_size(self, name: str) -> torch.Size:
         return self.parameters[name].shape
 
     def fill(self, name: str, offsets: tuple[int, ...], target: torch.Tensor) -> None:
@@ -46,10 +46,10 @@ def test_values_that_the_type_cannot_hold_are_refused(dtype: torch.dtype) -> Non
         result = MergedParameters(DictParameters(trained), trained, DictParameters(frozen), lambda _: 1.0)
         if merged or dtype is torch.float16:
             with pytest.raises(UserError, match=f"{name} has values up to .* {dtype} ends at .*: write bfloat16 or"):
-                result.rows(name, 0, 1, dtype)
-        assert torch.equal(result.rows(name, 0, 1, torch.float32), beyond)
+                result.read_rows(name, 0, 1, dtype)
+        assert torch.equal(result.read_rows(name, 0, 1, torch.float32), beyond)
     held = DictParameters({"norm.weight": torch.tensor([[largest, float("inf")]])})
-    rows = MergedParameters(held, held.parameters, None, lambda _: 1.0).rows("norm.weight", 0, 1, dtype)
+    rows = MergedParameters(held, held.parameters, None, lambda _: 1.0).read_rows("norm.weight", 0, 1, dtype)
     assert rows.tolist() == [[largest, float("inf")]], "an infinite value of the base stays"
 
 
@@ -62,7 +62,7 @@ def test_threads_that_merge_different_weights_each_take_their_own_adapter() -> N
     modules = [index for _ in range(2000) for index in range(len(MODULES))]
 
     def first_value(index: int) -> float:
-        return float(result.rows(f"{MODULES[index]}.weight", 0, SIZE, torch.float32)[0, 0])
+        return float(result.read_rows(f"{MODULES[index]}.weight", 0, SIZE, torch.float32)[0, 0])
 
     with ThreadPoolExecutor(3) as pool:
         values = list(pool.map(first_value, modules))

@@ -129,7 +129,7 @@ def test_a_bare_tokenizer_gets_the_settings_that_programs_need(
     assert "there is no tokenizer.json" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert cli.run([*command, str(tmp_path / "tokenizer.json")]) == 0
-    assert BaseWeights.open(str(tmp_path / "out")).dtype("model.norm.weight") == torch.bfloat16
+    assert BaseWeights.open(str(tmp_path / "out")).find_dtype("model.norm.weight") == torch.bfloat16
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "</s>"
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == 1
 

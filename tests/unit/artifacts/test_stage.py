@@ -22,7 +22,7 @@ from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.artifacts import data_files, store
 from trainium_trainer.artifacts.export import export, merge
 from trainium_trainer.artifacts.manifest import ArtifactManifest
-from trainium_trainer.artifacts.stage import artifact_kinds, write_artifacts
+from trainium_trainer.artifacts.stage import list_artifact_kinds, write_artifacts
 from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry
@@ -204,7 +204,7 @@ def test_any_number_of_ranks_writes_the_same_tensors(tmp_path: Path) -> None:
         weights = BaseWeights.open(reports[1].path)
         tensors.append({})
         for name in dict(run.base.named_parameters()):
-            tensors[-1][name] = torch.empty(weights.size(name))
+            tensors[-1][name] = torch.empty(weights.find_size(name))
             weights.fill(name, (0,) * tensors[-1][name].dim(), tensors[-1][name])
     for others in tensors[1:]:
         assert all(torch.equal(others[name], value) for name, value in tensors[0].items())
@@ -432,7 +432,7 @@ def test_a_bucket_that_refuses_writes_leaves_no_adapter_and_the_next_start_compl
     ],
 )
 def test_the_kinds_of_artifacts_follow_from_the_configuration(fields: dict[str, Any], kinds: list[str]) -> None:
-    assert list(artifact_kinds(TrainingConfig.model_validate(fields))) == [ArtifactKind(kind) for kind in kinds]
+    assert list(list_artifact_kinds(TrainingConfig.model_validate(fields))) == [ArtifactKind(kind) for kind in kinds]
 
 
 def test_missing_frozen_weights_are_refused(tmp_path: Path) -> None:

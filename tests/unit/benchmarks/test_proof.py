@@ -62,7 +62,7 @@ class Trained:
         torch.manual_seed(1)
         self.weights = {name: torch.randn(size) for name, size in sizes.items()}
 
-    def size(self, name: str) -> torch.Size:
+    def find_size(self, name: str) -> torch.Size:
         return self.weights[name].shape
 
     def fill(self, name: str, offsets: tuple[int, ...], target: torch.Tensor) -> None:

@@ -67,7 +67,7 @@ def write_checkpoint(
 
 
 def mesh_coordinates(grid: Grid, rank: int, dp_mode: DataParallelMode = DataParallelMode.REPLICATED) -> MeshCoordinates:
-    pp_rank, dp_rank, tp_rank = grid.coordinates(rank)
+    pp_rank, dp_rank, tp_rank = grid.find_coordinates(rank)
     return MeshCoordinates(
         rank=rank,
         world_size=grid.size,
@@ -143,7 +143,7 @@ class State:
     def load_state_dict(self, state: Any) -> None:
         pass
 
-    def local_tensors(self) -> dict[str, torch.Tensor]:
+    def list_local_tensors(self) -> dict[str, torch.Tensor]:
         return {name: to_local(tensor) for name, tensor in self.tensors.items()}
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ class State:
     def wrong_tensors(self, step: int) -> list[str]:
         """Return the names of tensors that do not have the value of this step."""
         wrong = [] if int(self.tensors["optimizer.step"]) == step else ["optimizer.step"]
-        local = self.local_tensors()
+        local = self.list_local_tensors()
         return wrong + [name for name in SHAPES if not torch.equal(local[name], to_local(self._shard(name, step)))]
 
 
@@ -207,14 +207,14 @@ class Run:
             self.state.set_step(0)
 
     def advance(self, *, save: bool | None = None) -> Save:
-        self.manager.before_update()
+        self.manager.finish_snapshot()
         votes = torch.tensor(self.manager.vote())
         if self.coordinates.world_size > 1:
             dist.all_reduce(votes)
         self.step += 1
         self.state.set_step(self.step)
         total = int(votes) if save is None else int(save)
-        self.manager.after_step(position(self.step), total)
+        self.manager.save_step(position(self.step), total)
         return decode_votes(total)
 
     def run_to(self, step: int, *, save_at: Any = ()) -> Self:
@@ -234,7 +234,7 @@ class Run:
 
     def flush(self) -> Self:
         """Wait for background saves, which a real loop never does."""
-        self.manager.before_update()
+        self.manager.finish_snapshot()
         self.manager._durable.wait()
         return self
 

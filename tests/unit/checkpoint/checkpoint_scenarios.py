@@ -43,7 +43,7 @@ def report_after(coordinates: MeshCoordinates, root: Any, memories: Any, steps: 
         run.advance(save=run.step + 1 in save_at)
         if run.step in save_at:
             run.flush()
-    run.manager.before_update()
+    run.manager.finish_snapshot()
     report["durable_step"] = run.manager.durable_step
     report["buddy_step"] = run.manager.buddy_step
     run.manager.close()

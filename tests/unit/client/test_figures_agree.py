@@ -158,6 +158,6 @@ def test_no_figure_of_the_trainer_is_called_goodput() -> None:
     metrics = StepMetrics(
         step=1, loss=1.0, grad_norm=1.0, learning_rate=1.0, tokens=1, samples=1, batch=1, time_in_steps=0.98
     )
-    names = {*metrics.to_json(), *metrics.scalars(), *ProgressRecord.__dataclass_fields__}
+    names = {*metrics.to_json(), *metrics.list_scalars(), *ProgressRecord.__dataclass_fields__}
     assert not [name for name in names if "goodput" in name.lower()]
-    assert metrics.to_json()["timeInSteps"] == metrics.scalars()["train/timeInSteps"] == 0.98
+    assert metrics.to_json()["timeInSteps"] == metrics.list_scalars()["train/timeInSteps"] == 0.98

@@ -27,10 +27,10 @@ from trainium_contract.trainer.parallelism import BackendChoice, Precision, Reco
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer import neuron_environment
 from trainium_trainer.backends.nxd.limits import check_limits
-from trainium_trainer.configuration.config import Launch, Settings, resolve_settings, with_steps
+from trainium_trainer.configuration.config import Launch, Settings, resolve_settings, resolve_steps
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop.memory_check import estimate_run_memory, refuse_too_small
-from trainium_trainer.loop.schedule import learning_rate
+from trainium_trainer.loop.schedule import compute_learning_rate
 
 FOLDER = Path(__file__).parents[3] / "manifests/examples"
 DOCUMENTS: dict[str, dict[str, Any]] = {
@@ -167,8 +167,8 @@ def test_the_hlat_example_has_the_settings_of_the_papers_table() -> None:
         "gradient clipping": optimizer.clip_norm,
         "total steps": config.steps,
         "learning rate, its floor": (
-            learning_rate(config, 1999),
-            pytest.approx(learning_rate(config, config.steps - 1), rel=1e-12),
+            compute_learning_rate(config, 1999),
+            pytest.approx(compute_learning_rate(config, config.steps - 1), rel=1e-12),
         ),
         "warm-up": (config.schedule.warmup_steps, config.schedule.kind),
         "initial deviation": model.initial_std,
@@ -185,14 +185,16 @@ def test_the_hlat_example_has_the_settings_of_the_papers_table() -> None:
 
 def test_the_hlat_examples_learning_rate_ends_its_cosine_at_480_000_of_500_000_steps() -> None:
     config = spec_of("hlat-7b.yaml").training_config()
-    rates = [learning_rate(config, done - 1) for done in (1, 1000, 2000, 241_000, 479_000, 480_000, 490_000, 500_000)]
+    rates = [
+        compute_learning_rate(config, done - 1) for done in (1, 1000, 2000, 241_000, 479_000, 480_000, 490_000, 500_000)
+    ]
     assert rates == pytest.approx([1.5e-7, 1.5e-4, 3e-4, 1.65e-4, 3e-5, 3e-5, 3e-5, 3e-5], rel=1e-4)
     assert rates[4] > rates[5] == rates[6] == rates[7]
 
 
 def test_the_hlat_example_rounds_at_random_and_saves_by_steps_alone() -> None:
     config = spec_of("hlat-7b.yaml").training_config()
-    variables = neuron_environment.variables(config, nxd=True, given={})
+    variables = neuron_environment.list_variables(config, nxd=True, given={})
     assert variables["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
     # Saves follow from steps: elapsed time must not cause one.
     assert config.checkpoint.durable.every_seconds == 86_400
@@ -316,10 +318,10 @@ def test_lora_on_dolly_has_the_settings_of_optimum_neuron(tmp_path: Path) -> Non
     assert config.data.hub == HubConfig(dataset="databricks/databricks-dolly-15k")
     assert (config.data.sequence_length, config.epochs) == (1024, 3)
     assert (config.schedule.kind, config.schedule.warmup_ratio) == (ScheduleKind.CONSTANT, 0.03)
-    timed = with_steps(config, -(-DOLLY_RECORDS // config.batch.global_size) * config.batch.global_size)
+    timed = resolve_steps(config, -(-DOLLY_RECORDS // config.batch.global_size) * config.batch.global_size)
     assert (timed.steps, timed.schedule.warmup_steps) == (1410, 43)
-    assert learning_rate(timed, 42) == learning_rate(timed, 1409) == pytest.approx(5e-5)
-    assert neuron_environment.variables(config, nxd=True, given={})["MALLOC_ARENA_MAX"] == "64"
+    assert compute_learning_rate(timed, 42) == compute_learning_rate(timed, 1409) == pytest.approx(5e-5)
+    assert neuron_environment.list_variables(config, nxd=True, given={})["MALLOC_ARENA_MAX"] == "64"
     assert settings_of("llama3-8b-lora-dolly.yaml", tmp_path).dp_size == 16
 
 

@@ -70,7 +70,7 @@ def test_an_example_begins_by_the_rule_whatever_tokenizer_and_template_write(
     config = make_config(tmp_path, source, bos=rule, examples={"template": template})
     data = open_encoded(config)
     assert decode(data) == [(f"{expected}why so{EOS}", f"so{EOS}")]
-    ids, _ = data.sources[0].stored.example(0)
+    ids, _ = data.sources[0].stored.read_example(0)
     answer = int(data.sources[0].stored.answers[0])
     assert build_prompts(config, [{"q": "why"}])[0][1] == tuple(ids[:answer].tolist()), "evaluation has the same prompt"
 
@@ -145,7 +145,7 @@ def test_text_that_is_tokenised_while_training_begins_alike(tmp_path: Path) -> N
         data = open_data(text_config(tmp_path, source, bos=rule, tokenization="Online"), 1)
         identities.add(data.identity)
         with closing(open_loader(data, Share(global_size=1, micro_size=1, dp_rank=0, dp_size=1))) as loader:
-            ids = [token for step in range(6) for token in loader.batch_at(step).micro_batches[0].inputs[0].tolist()]
+            ids = [token for step in range(6) for token in loader.read_batch(step).micro_batches[0].inputs[0].tolist()]
         text = load_tokenizer(data.tokenizer).decode(ids, skip_special_tokens=False)
         assert text.startswith(f"{start}{DOCUMENTS[0]}{END_OF_TEXT}{start}{DOCUMENTS[1]}{END_OF_TEXT}{start}")
     assert len(identities) == 2

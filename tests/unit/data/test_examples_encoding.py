@@ -61,7 +61,7 @@ def test_the_tokens_of_a_prompt_do_not_depend_on_the_answer(tmp_path: Path) -> N
     template = {"prompt": "{q}\n", "completion": "{a}"}
     data = encode(tmp_path, rows, examples={"template": template})
     stored = data.sources[0].stored
-    prompts = {tuple(stored.example(number)[0][: stored.answers[number]]) for number in range(len(rows))}
+    prompts = {tuple(stored.read_example(number)[0][: stored.answers[number]]) for number in range(len(rows))}
     assert len(prompts) == 1
     assert [answer for _, answer in decode(data)] == [f"{row['a']}{EOS}" for row in rows]
 
@@ -129,7 +129,7 @@ def test_added_special_tokens_count_as_vocabulary(tmp_path: Path) -> None:
     data = encode(tmp_path, [{"instruction": "a", "response": "b"}])
     assert data.training.rules.vocabulary == before + 2
     assert data.training.rules.padding == tokenizer.token_to_id("<|pad|>")
-    assert data.sources[0].stored.example(0)[0].max() < before
+    assert data.sources[0].stored.read_example(0)[0].max() < before
 
 
 PRIVATE = "".join(

@@ -102,8 +102,8 @@ def test_an_example_without_packing_is_padded_without_labels(tmp_path: Path) -> 
     batch = first_batch(data, 6)
     assert batch.positions is None
     stored = data.sources[0].stored
-    for row, number in enumerate(data.training.numbers(0, 6)):
-        ids, loss_mask = stored.example(number)
+    for row, number in enumerate(data.training.list_numbers(0, 6)):
+        ids, loss_mask = stored.read_example(number)
         count = len(ids) - 1
         assert batch.inputs[row, :count].tolist() == ids[:-1].tolist()
         assert batch.inputs[row, count:].tolist() == [data.training.rules.padding] * (96 - count)
@@ -119,12 +119,12 @@ def test_packed_examples_begin_at_position_0_and_have_their_own_labels(tmp_path:
     assert count < 25
     batch = first_batch(data, count)
     packed_members, tokens = [], 0
-    for row, number in enumerate(data.training.numbers(0, count)):
+    for row, number in enumerate(data.training.list_numbers(0, count)):
         starts = np.flatnonzero(batch.positions[row].numpy() == 0).tolist()
         members = data.training.sources[0].members(number)
         packed_members += members
         for start, member in zip(starts, members, strict=False):
-            ids, loss_mask = stored.example(member)
+            ids, loss_mask = stored.read_example(member)
             end = start + len(ids) - 1
             tokens += end - start
             assert batch.inputs[row, start:end].tolist() == ids[:-1].tolist()
@@ -145,10 +145,10 @@ def test_examples_joined_without_a_mask_keep_their_end_tokens_and_labels(tmp_pat
     batch = first_batch(data, count)
     assert batch.positions is None
     packed_members: list[int] = []
-    for row, number in enumerate(data.training.numbers(0, count)):
+    for row, number in enumerate(data.training.list_numbers(0, count)):
         members = data.training.sources[0].members(number)
         packed_members += members
-        examples = [stored.example(member) for member in members]
+        examples = [stored.read_example(member) for member in members]
         tokens = [int(token) for ids, _ in examples for token in ids]
         # The first token of an example is not learned: the one before does not predict it.
         learned = [index > 0 and bool(masked) for _, loss_mask in examples for index, masked in enumerate(loss_mask)]

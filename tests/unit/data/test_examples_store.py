@@ -146,9 +146,11 @@ def test_held_out_examples_are_never_trained_on_also_after_records_are_added(
     (source,) = data.sources
     assert data.report.held_back == source.held_back.sum() == data.validation.num_samples
     assert 10 < data.report.held_back < 40
-    trained = {tuple(sample.examples[0][0].tolist()) for sample in data.training.at(0, data.training.num_samples)}
+    trained = {tuple(sample.examples[0][0].tolist()) for sample in data.training.read_at(0, data.training.num_samples)}
     held_back = {
-        tuple(sample.examples[0][0].tolist()) for sample in data.validation.samples_of_rank(0, 1) if sample is not None
+        tuple(sample.examples[0][0].tolist())
+        for sample in data.validation.read_rank_samples(0, 1)
+        if sample is not None
     }
     assert not trained & held_back
     assert len(trained) + len(held_back) == 120
@@ -184,7 +186,7 @@ def test_held_out_examples_are_those_that_are_held_back_with_their_tokens(
     numbers = source.held_back.nonzero()[0].tolist()
     assert len(held_out.examples) == len(numbers)
     for example, number in zip(held_out.examples, numbers, strict=True):
-        ids, loss_mask = source.stored.example(number)
+        ids, loss_mask = source.stored.read_example(number)
         assert list(example.prompt_ids) == ids[~loss_mask].tolist()
         assert example.prompt.startswith("### Instruction\nsay ")
         assert example.answer == decode(data)[number][1].removesuffix("<|end|>")
@@ -258,7 +260,7 @@ def test_an_epoch_has_each_example_exactly_once_at_every_size(settings: DataConf
     assert length % 8 == 0
     assert isinstance(data.training._epochs, EpochOrder)
     for epoch in range(2):
-        numbers = data.training.numbers(epoch * length, length)
+        numbers = data.training.list_numbers(epoch * length, length)
         members = [member for number in numbers for member in data.training.sources[0].members(number)]
         assert sorted(members) == (~data.sources[0].held_back).nonzero()[0].tolist()
 
@@ -275,7 +277,7 @@ def test_several_sources_have_their_shares_and_their_own_templates(tmp_path: Pat
         write_records(folder / "d.jsonl", make_records(20, seed=number))
         sources.append({"source": str(folder), "weight": weight})
     data = open_encoded(make_config(tmp_path, "unused", sources=sources))
-    drawn = data.training.numbers(0, 400)
+    drawn = data.training.list_numbers(0, 400)
     assert sum(number < 20 for number in drawn) == pytest.approx(300, abs=2)
     assert decode(data, 1)[0][0].startswith("<|begin|>1: say")
     assert data.report.counts.records == 40
@@ -283,10 +285,10 @@ def test_several_sources_have_their_shares_and_their_own_templates(tmp_path: Pat
 
 def test_open_data_reports_counts_and_has_the_same_identity(settings: DataConfig) -> None:
     data = open_data(settings, 8, epochs=1)
-    assert data.report.line() == (
+    assert data.report.format_line() == (
         f"120 examples of 120 records, {data.report.held_back} held back, "
         f"{120 - data.report.held_back} sequences with {data.report.occupancy:.1%} of their positions used"
     )
     assert data.epoch_samples == -(-data.training.num_samples // 8) * 8
     assert data.identity == open_encoded(settings, epochs=5).identity
-    assert sum(count for _, _, count in data.report.histogram()) == 120
+    assert sum(count for _, _, count in data.report.build_histogram()) == 120

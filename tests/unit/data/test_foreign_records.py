@@ -33,11 +33,11 @@ from tests.testing.trainer.example_files import (
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_trainer import cli
 from trainium_trainer.data.dataset import open_data
-from trainium_trainer.data.examples.chat import today
+from trainium_trainer.data.examples.chat import read_today
 from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
 from trainium_trainer.data.prepared import text_sources
 from trainium_trainer.data.revisions import RECORD_NAME, RunRevisions
-from trainium_trainer.exits import StorageError, UnreadableError, UserError, storage_errors_on_restart
+from trainium_trainer.exits import StorageError, UnreadableError, UserError, retry_files_on_restart
 from trainium_trainer.storage.posix import PosixStorage
 
 BLANK = (
@@ -344,7 +344,7 @@ def test_documents_end_with_the_folders_eos_token_where_the_vocabulary_has_no_co
 def unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a cache that no user can write to, beside a temporary folder of this test."""
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(text_sources, "_temporary_folder", lambda: tmp_path / "temporary")
+    monkeypatch.setattr(text_sources, "_create_temporary_folder", lambda: tmp_path / "temporary")
     (tmp_path / "cache").mkdir(exist_ok=True)
     open_path, make_folder = type(tmp_path).open, type(tmp_path).mkdir
 
@@ -392,10 +392,10 @@ def test_missing_data_are_a_storage_error_only_where_this_run_has_read_them(
     write_tokenizer(tmp_path / "tokenizer")
     with (
         pytest.raises(kind, match=r"data.source .*missing: there is no such file"),
-        storage_errors_on_restart(restarted=restarted),
+        retry_files_on_restart(restarted=restarted),
     ):
         open_data(make_config(tmp_path, tmp_path / "missing"), 1)
-    with pytest.raises(UserError, match="holds no example"), storage_errors_on_restart(restarted=restarted):
+    with pytest.raises(UserError, match="holds no example"), retry_files_on_restart(restarted=restarted):
         open_data(chat_config(tmp_path, [{"messages": []}]), 1)
 
 
@@ -556,7 +556,7 @@ def test_templates_have_the_functions_and_filters_of_transformers(tmp_path: Path
 
     from trainium_trainer.data.examples import chat
 
-    theirs, ours = _compile_jinja_template("").environment, chat._environment()
+    theirs, ours = _compile_jinja_template("").environment, chat._create_environment()
     for part in ("globals", "filters", "tests"):
         assert set(getattr(theirs, part)) - set(getattr(ours, part)) == set(), part
     assert {name for extension in ours.extensions.values() for name in extension.tags} == {
@@ -581,9 +581,9 @@ def test_a_run_keeps_the_date_of_its_first_start(tmp_path: Path) -> None:
     first = RunRevisions(PosixStorage(tmp_path / "run"))
     pinned = first.pin(dated)
     first.write()
-    assert pinned.examples.chat.date == today()
+    assert pinned.examples.chat.date == read_today()
     record = tmp_path / "run" / RECORD_NAME
-    record.write_text(record.read_text().replace(today(), "2024-02-29"))
+    record.write_text(record.read_text().replace(read_today(), "2024-02-29"))
     again = RunRevisions(PosixStorage(tmp_path / "run")).pin(dated)
     assert decode(open_encoded(again))[0][0].startswith("29 Feb 2024")
     assert open_encoded(again).identity != open_encoded(pinned).identity

@@ -13,7 +13,7 @@ import pytest
 
 from tests.testing.trainer.data_files import END, data_config, json_lines
 from trainium_trainer.data import dataset
-from trainium_trainer.data.batches.order import shuffled
+from trainium_trainer.data.batches.order import find_shuffled_item
 from trainium_trainer.data.batches.samples import Samples, Share
 from trainium_trainer.data.dataset import Dataset, open_data
 from trainium_trainer.data.loader import open_loader
@@ -54,7 +54,7 @@ def text_blocks(plan: ShardPlan) -> TextBlocks:
 def rows(data: Dataset, share: Share, steps: Sequence[int], counts_folder: Path | None = None) -> list[list[int]]:
     """Return the tokens of each sample of one rank."""
     with closing(open_loader(data, share, ahead=2, counts_folder=counts_folder)) as loader:
-        batches = [loader.batch_at(step * SHARDS) for step in steps]
+        batches = [loader.read_batch(step * SHARDS) for step in steps]
     return [row.tolist() for batch in batches for micro in batch.micro_batches for row in micro.inputs]
 
 
@@ -72,10 +72,12 @@ def test_an_epoch_of_all_shards_has_every_document_once_and_nothing_is_dropped(t
     read_documents = []
     for shard in range(SHARDS):
         shards = StreamShards(plan, [shard], [blocks])
-        shard_blocks = [shuffled(shard + number * SHARDS, len(blocks), plan.seed) for number in range(blocks_per_shard)]
+        shard_blocks = [
+            find_shuffled_item(shard + number * SHARDS, len(blocks), plan.seed) for number in range(blocks_per_shard)
+        ]
         length = sum(len(blocks.read(block).tokens) for block in shard_blocks)
         steps = -(-length // plan.sequence_length)
-        stream = np.concatenate([shards.rows(step).rows[0][:-1] for step in range(steps)])[:length]
+        stream = np.concatenate([shards.read_rows(step).rows[0][:-1] for step in range(steps)])[:length]
         read_documents += reader.decode(list(stream), skip_special_tokens=False).split(END)[:-1]
     leftover = len(blocks) - blocks_per_shard * SHARDS
     assert len(set(read_documents)) == len(read_documents)
@@ -95,18 +97,18 @@ def test_the_samples_are_the_same_for_any_ranks_processes_and_interruptions(tmp_
     assert [halves[number % 4 // 2][number // 4 * 2 + number % 2] for number in range(48)] == whole
     assert rows(data, share(), [7, 8, 3, 4]) == whole[28:36] + whole[12:20], "at any step, without recorded counts"
     assert rows(data, share(1, 4), [9], counts_folder=tmp_path / "counts") == [whole[37]]
-    assert data.training.numbers(8, 4) == [8, 9, 10, 11]
+    assert data.training.list_numbers(8, 4) == [8, 9, 10, 11]
 
 
 def test_a_shard_continues_from_recorded_counts_without_reading_earlier_blocks(tmp_path: Path, tokenizer: Path) -> None:
     data = open_online(tmp_path, tokenizer)
     plan = shard_plan(data)
     rows(data, share(), range(80), counts_folder=tmp_path / "counts")
-    ((numbers, counts),) = BlockCounts(tmp_path / "counts", data.training.identity, None).by_source(1)
+    ((numbers, counts),) = BlockCounts(tmp_path / "counts", data.training.identity, None).group_by_source(1)
     assert len(set(numbers.tolist())) >= 4
     uncounted, counted = text_blocks(plan), text_blocks(plan)
     counted.add_counts(numbers, counts)
-    slow, fast = (StreamShards(plan, [1], [blocks]).rows(70) for blocks in (uncounted, counted))
+    slow, fast = (StreamShards(plan, [1], [blocks]).read_rows(70) for blocks in (uncounted, counted))
     assert slow.rows[0].tolist() == fast.rows[0].tolist()
     assert len(fast.counts) == 1
     assert len(slow.counts) > 1, "without recorded counts, it counts earlier blocks"
@@ -122,10 +124,10 @@ def test_torn_or_changed_counts_are_ignored(tmp_path: Path) -> None:
     content[8] ^= 1
     file.write_bytes(bytes(content) + b"torn")
     BlockCounts(tmp_path, "identity", 0).add([(0, 4, 400)])
-    recorded = BlockCounts(tmp_path, "identity", None).by_source(2)
+    recorded = BlockCounts(tmp_path, "identity", None).group_by_source(2)
     assert [(blocks.tolist(), counts.tolist()) for blocks, counts in recorded] == [([3, 4], [300, 400]), ([2], [200])]
-    assert BlockCounts(tmp_path, "other", None).by_source(1)[0][0].tolist() == []
-    assert BlockCounts(None, "identity", 0).by_source(1)[0][0].tolist() == []
+    assert BlockCounts(tmp_path, "other", None).group_by_source(1)[0][0].tolist() == []
+    assert BlockCounts(None, "identity", 0).group_by_source(1)[0][0].tolist() == []
 
 
 def test_counts_recorded_while_the_run_ends_reach_no_file_that_reuses_the_descriptor(
@@ -152,7 +154,7 @@ def test_counts_recorded_while_the_run_ends_reach_no_file_that_reuses_the_descri
     reopened[0].close()
     assert other_file.read_bytes() == b""
     counts_folder.add([(0, 5, 500)])
-    assert BlockCounts(tmp_path, "identity", None).by_source(1)[0][1].tolist() == [400]
+    assert BlockCounts(tmp_path, "identity", None).group_by_source(1)[0][1].tolist() == [400]
 
 
 def trained_documents(data: Dataset, steps: int) -> set[str]:
@@ -169,7 +171,7 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path, tokenizer: Path
     validation = {"fraction": 0.2, "split": split, "samples": 1000}
     data = open_online(tmp_path, tokenizer, validation=validation)
     reader = load_tokenizer(tokenizer)
-    samples = [sample for sample in data.validation.samples_of_rank(0, 1) if sample is not None]
+    samples = [sample for sample in data.validation.read_rank_samples(0, 1) if sample is not None]
     tokens = [token for sample in samples for token in sample.tokens[:-1].tolist()] + samples[-1].tokens[-1:].tolist()
     texts = set(reader.decode(tokens, skip_special_tokens=False).split(END)[:-1])
     assert texts <= set(DOCUMENTS)
@@ -231,10 +233,10 @@ def test_records_of_which_more_than_one_in_a_hundred_is_bad_are_refused_while_tr
 
 def test_a_process_that_is_killed_is_an_error_of_the_step_that_needs_it(tmp_path: Path, tokenizer: Path) -> None:
     with closing(open_loader(open_online(tmp_path, tokenizer), share(), ahead=1)) as loader:
-        loader.batch_at(0)
+        loader.read_batch(0)
         loader._reader._workers.send(0, os.kill, 0, signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(WorkerError, match="was killed by SIGKILL"):
-            [loader.batch_at(step * SHARDS) for step in range(1, 10)]
+            [loader.read_batch(step * SHARDS) for step in range(1, 10)]
 
 
 def test_small_data_are_tokenised_ahead_unless_configured_otherwise(

@@ -160,7 +160,7 @@ def test_a_pair_whose_difference_is_cut_away_is_dropped(tmp_path: Path) -> None:
 
 def example_ids(data: ExampleDataset) -> list[np.ndarray[Any, Any]]:
     stored = data.sources[0].stored
-    return [stored.example(number)[0] for number in range(len(stored))]
+    return [stored.read_example(number)[0] for number in range(len(stored))]
 
 
 @pytest.mark.parametrize("split", ["DocumentHash", "Tail"])
@@ -279,7 +279,7 @@ def test_pairs_of_messages_have_the_tokens_and_the_answers_of_trl(tmp_path: Path
         expected = [trl_ids(reference, prompt, answer) for answer in answers]
         start = min(start for _, start in expected)
         for place, (ids, _) in enumerate(expected):
-            ours, loss_mask = stored.example(2 * number + place)
+            ours, loss_mask = stored.read_example(2 * number + place)
             assert ours.tolist() == ids
             assert loss_mask.tolist() == [False] * start + [True] * (len(ids) - start)
     held_out = read_held_out(config.data.model_copy(update={"validation": ValidationConfig(source=str(source))}))
@@ -299,6 +299,6 @@ def test_a_token_across_the_border_belongs_to_both_answers_as_in_trl(tmp_path: P
     assert start < len(prompt), "a token of the first answer crosses the border"
     assert expected[1][: len(prompt)] == prompt
     for number, ids in enumerate(expected):
-        ours, loss_mask = data.sources[0].stored.example(number)
+        ours, loss_mask = data.sources[0].stored.read_example(number)
         assert ours.tolist() == ids
         assert loss_mask.tolist() == [False] * start + [True] * (len(ids) - start)

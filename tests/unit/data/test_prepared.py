@@ -34,7 +34,7 @@ from trainium_trainer.data.prepared.s3_copy import find_vocabulary_size
 from trainium_trainer.data.prepared.text_sources import PreparedRecipe
 from trainium_trainer.data.sources.files import DataFile
 from trainium_trainer.data.sources.resolve import SourceSpec
-from trainium_trainer.data.tokens.encoding import held_back_mask
+from trainium_trainer.data.tokens.encoding import select_held_back
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.data.workers.pool import WorkerError, Workers
 from trainium_trainer.exits import UserError
@@ -47,7 +47,7 @@ def write_documents(path: Path, count: int = 400) -> list[str]:
 
 
 def build_inputs(path: Path, tokenizer: Path) -> BuildInputs:
-    return PreparedRecipe((SourceSpec(str(path), "text"),), tokenizer, 0).inputs()
+    return PreparedRecipe((SourceSpec(str(path), "text"),), tokenizer, 0).open_inputs()
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_incomplete_or_foreign_prepared_data_are_refused(
     assert_refused(r"tokens-00000.arrow: is missing")
     shard.write_bytes(b"x" * len(content))
     with pytest.raises(UserError, match="not an Arrow file"):
-        open_text(data_config(tmp_path, prepared_folder, tokenizer={})).training.at(0, 1)
+        open_text(data_config(tmp_path, prepared_folder, tokenizer={})).training.read_at(0, 1)
     shard.write_bytes(content)
     index = (prepared_folder / "index.arrow").read_bytes()
     (prepared_folder / "index.arrow").write_bytes(index[:-20])
@@ -300,7 +300,7 @@ def test_a_damaged_token_is_refused(tmp_path: Path, prepared_folder: Path) -> No
         stream.seek(offset)
         stream.write(np.array([40_000], np.uint16).tobytes())
     with pytest.raises(UserError, match="holds token id 40000, but the vocabulary has 300 entries"):
-        open_text(data_config(tmp_path, prepared_folder, tokenizer={})).training.at(0, 2000)
+        open_text(data_config(tmp_path, prepared_folder, tokenizer={})).training.read_at(0, 2000)
 
 
 def run_concurrently(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> list[object]:
@@ -388,7 +388,7 @@ def test_pieces_of_one_document_are_held_back_together(tmp_path: Path, tokenizer
     hashes = [prepared.batch(number)[2] for number in range(len(prepared.batch_tokens))]
     assert sum(len(part) for part in hashes) == 6
     assert len(np.unique(np.concatenate(hashes))) == 3
-    mask = held_back_mask(np.array([0, 2**63 - 1, 2**63, 2**64 - 1], np.uint64), 0.5)
+    mask = select_held_back(np.array([0, 2**63 - 1, 2**63, 2**64 - 1], np.uint64), 0.5)
     assert mask.tolist() == [True, True, False, False]
 
 
@@ -477,9 +477,9 @@ def test_several_sources_are_mixed_by_their_weights_and_share_a_tokenizer(tmp_pa
     assert find_vocabulary_size(settings) == 300
     data = open_text(settings)
     assert data.tokenizer == tmp_path / "prepared" / "tokenizer.json"
-    numbers = data.training.numbers(0, 1000)
+    numbers = data.training.list_numbers(0, 1000)
     assert sum(number < data.training.sizes[0] for number in numbers) == pytest.approx(750, abs=2)
-    assert len(data.training.at(0, 8)[-1].tokens) == 17
+    assert len(data.training.read_at(0, 8)[-1].tokens) == 17
     assert open_text(settings).identity == data.identity
     other = data_config(tmp_path, "unused", sources=[sources[0] | {"weight": 2}, sources[1]], tokenizer={})
     assert open_text(other).identity != data.identity

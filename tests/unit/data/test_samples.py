@@ -21,7 +21,7 @@ from trainium_trainer.data.batches.samples import (
     ValidationSet,
 )
 from trainium_trainer.data.dataset import open_data
-from trainium_trainer.data.loader import Loader, validation_batches
+from trainium_trainer.data.loader import Loader, iterate_validation_batches
 from trainium_trainer.exits import UserError
 from trainium_worker.data import Permutation
 
@@ -55,7 +55,7 @@ def test_an_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
 
 
 def test_epochs_and_seeds_differ() -> None:
-    orders = {tuple(samples(50, seed=seed).numbers(start, 50)) for start in (0, 50) for seed in (0, 1)}
+    orders = {tuple(samples(50, seed=seed).list_numbers(start, 50)) for start in (0, 50) for seed in (0, 1)}
     assert len(orders) == 4
 
 
@@ -76,11 +76,11 @@ def test_every_sample_is_seen_once_per_epoch_whatever_the_sizes(count: int, plan
         ]
         for _ in range(steps):
             for loader in loaders:
-                used += loader.batch_at(position).samples
+                used += loader.read_batch(position).samples
             position += 12
         for loader in loaders:
             loader.close()
-    assert used == data.numbers(0, position)
+    assert used == data.list_numbers(0, position)
     for start in range(0, len(used) - count + 1, count):
         assert sorted(used[start : start + count]) == list(range(count))
 
@@ -89,7 +89,7 @@ def test_a_loader_returns_the_batch_of_any_position() -> None:
     data = samples(100)
     loader = open_loader(data, global_size=4, micro_size=4, dp_rank=0, dp_size=1, ahead=2)
     for position in (0, 4, 8, 400, 404, 8, 8, 12):
-        assert list(loader.batch_at(position).samples) == data.numbers(position, 4)
+        assert list(loader.read_batch(position).samples) == data.list_numbers(position, 4)
     loader.close()
 
 
@@ -138,7 +138,7 @@ def test_a_mixture_is_even_in_any_window() -> None:
 
 def test_each_source_of_a_mixture_has_separate_epochs() -> None:
     data = samples(30, 10, weights=(1.0, 1.0))
-    numbers = data.numbers(0, 60)
+    numbers = data.list_numbers(0, 60)
     first = [number for number in numbers if number < 30]
     second = [number for number in numbers if number >= 30]
     assert sorted(first) == list(range(30))
@@ -150,7 +150,8 @@ def test_ranks_make_equally_many_validation_passes_and_each_sample_is_in_one() -
     assert validation.num_samples == 6  # the second source has only 3
     for dp_size in (1, 2, 4, 5, 8):
         ranks = [
-            list(validation_batches(validation, dp_rank=rank, dp_size=dp_size, micro_size=2)) for rank in range(dp_size)
+            list(iterate_validation_batches(validation, dp_rank=rank, dp_size=dp_size, micro_size=2))
+            for rank in range(dp_size)
         ]
         assert len({len(batches) for batches in ranks}) == 1
         assert sum(batch.valid_tokens for batches in ranks for batch in batches) == 6 * 8
@@ -170,7 +171,7 @@ def test_masked_documents_have_separate_positions_and_no_target_is_the_start_of_
     rules = SampleRules(sequence_length=8, vocabulary=16, end_of_document=0)
     data = Samples([TextSampleSource("s", Fixed())], [1], seed=0, rules=rules)
     loader = open_loader(data, global_size=1, micro_size=1, dp_rank=0, dp_size=1)
-    (batch,) = loader.batch_at(0).micro_batches
+    (batch,) = loader.read_batch(0).micro_batches
     loader.close()
     assert batch.inputs.tolist() == [[5, 6, 0, 7, 0, 0, 8, 9]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
@@ -190,17 +191,17 @@ def test_each_epoch_has_each_sample_exactly_once_and_ends_with_a_full_batch(coun
     assert total <= length < total + batch
     orders = []
     for epoch in range(3):
-        rows = data.at(epoch * length, length)
+        rows = data.read_at(epoch * length, length)
         used = [row.number for row in rows if row is not None]
         assert sorted(used) == list(range(total))
-        assert used == data.numbers(epoch * length, length)
+        assert used == data.list_numbers(epoch * length, length)
         assert all(row is None for row in rows[total:])
         orders.append(used)
     assert total < 8 or orders[0] != orders[1], "each epoch has a different order"
 
 
 def test_an_epoch_of_one_source_has_the_order_that_it_has_without_epochs() -> None:
-    assert samples(12, batch=4).numbers(0, 24) == samples(12, batch=None).numbers(0, 24)
+    assert samples(12, batch=4).list_numbers(0, 24) == samples(12, batch=None).list_numbers(0, 24)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
@@ -213,7 +214,7 @@ def test_padding_of_an_epoch_has_no_labels_and_no_sample_number_but_a_position(d
         sample_numbers += batch.samples
         tokens += sum(micro.valid_tokens for micro in batch.micro_batches)
         positions += [position for micro in batch.micro_batches for position in micro.sample_positions.tolist()]
-    assert sample_numbers == data.numbers(8, 8)
+    assert sample_numbers == data.list_numbers(8, 8)
     assert len(sample_numbers) == 5
     assert tokens == 5 * 8
     assert positions == list(range(8, 16))

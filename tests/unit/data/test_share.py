@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.testing.suite.trials import trials
 from tests.testing.trainer.data_files import TokenRange, read_batch
 from trainium_contract.sizes import BatchShape, SizeRule, count_micro_batches, order_by_likelihood, step_batch_size
-from trainium_trainer.backends.mesh import rank_coordinates
+from trainium_trainer.backends.mesh import find_coordinates
 from trainium_trainer.data.batches.samples import RankSamples, SampleRules, Samples, Share, TextSampleSource
 from trainium_trainer.data.loader import Loader
 from trainium_trainer.models.loss import IGNORED_LABEL
@@ -66,7 +66,7 @@ def test_micro_batches_have_one_shape_and_padding_rows_add_no_tokens(
 ) -> None:
     data, position = samples(count), step * global_size
     batches = [read_batch(data, share, position) for share in shares(global_size, micro_size, dp_size)]
-    assert [number for batch in batches for number in batch.samples] == data.numbers(position, global_size)
+    assert [number for batch in batches for number in batch.samples] == data.list_numbers(position, global_size)
     micros = [micro for batch in batches for micro in batch.micro_batches]
     assert len(micros) == dp_size * count_micro_batches(global_size, micro_size, dp_size)
     assert {tuple(tensor.shape) for micro in micros for tensor in (micro.inputs, micro.labels)} == {
@@ -101,9 +101,9 @@ def test_all_tensor_and_pipeline_ranks_of_a_data_parallel_rank_have_its_samples_
     samples_by_column: dict[tuple[int, int], list[int]] = {}
     shares_by_dp_rank: dict[int, set[Share]] = {}
     for rank in range(dp_size * tp_size * pp_size):
-        pp_rank, dp_rank, tp_rank = rank_coordinates(rank, dp_size=dp_size, tp_size=tp_size)
+        pp_rank, dp_rank, tp_rank = find_coordinates(rank, dp_size=dp_size, tp_size=tp_size)
         share = Share(global_size=global_size, micro_size=micro_size, dp_rank=dp_rank, dp_size=dp_size)
-        samples_by_column.setdefault((pp_rank, tp_rank), []).extend(share.at(position))
+        samples_by_column.setdefault((pp_rank, tp_rank), []).extend(share.list_positions(position))
         shares_by_dp_rank.setdefault(dp_rank, set()).add(share)
     step = list(range(position, position + global_size))
     assert samples_by_column == {(pp, tp): step for pp in range(pp_size) for tp in range(tp_size)}
@@ -124,7 +124,7 @@ def test_all_tensor_and_pipeline_ranks_of_a_data_parallel_rank_have_its_samples_
 def test_the_batch_of_an_empty_pass_is_built_once() -> None:
     share = Share(global_size=4, micro_size=1, dp_rank=0, dp_size=3)
     loader = Loader(RankSamples(samples(40), share), RULES, share)
-    first, second = loader.batch_at(0), loader.batch_at(4)
+    first, second = loader.read_batch(0), loader.read_batch(4)
     loader.close()
     assert [micro.valid_tokens for micro in first.micro_batches] == [LENGTH, 0]
     assert first.micro_batches[-1] is second.micro_batches[-1]

@@ -29,7 +29,7 @@ from trainium_trainer.exits import UserError
 
 def read_items(source: Path, block_bytes: int) -> tuple[list[TextPiece], list[SkippedRecord]]:
     opened = open_source(str(source), "text")
-    items = [item for block in opened.blocks(block_bytes) for item in opened.read(block)]
+    items = [item for block in opened.divide_into_blocks(block_bytes) for item in opened.read(block)]
     pieces = [item for item in items if isinstance(item, TextPiece)]
     return pieces, [item for item in items if isinstance(item, SkippedRecord)]
 
@@ -162,7 +162,7 @@ def test_a_bad_line_has_its_number_however_the_file_is_divided(tmp_path: Path) -
     lines[33] = b"{oops\n"
     (tmp_path / "d.jsonl").write_bytes(b"".join(lines))
     _, (skipped,) = read_items(tmp_path / "d.jsonl", 100)
-    assert skipped.message().startswith(f"{tmp_path}/d.jsonl line 34: not JSON")
+    assert skipped.format_message().startswith(f"{tmp_path}/d.jsonl line 34: not JSON")
 
 
 def test_rows_that_are_not_utf_8_are_skipped_one_by_one(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_rows_that_are_not_utf_8_are_skipped_one_by_one(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": texts}), tmp_path / "d.parquet")
     pieces, (skipped,) = read_items(tmp_path / "d.parquet", 10**6)
     assert [piece.text[:4] for piece in pieces] == ["fine", "good"]
-    assert skipped.message().endswith("d.parquet row 2: not UTF-8 text at byte 3 of it")
+    assert skipped.format_message().endswith("d.parquet row 2: not UTF-8 text at byte 3 of it")
 
 
 def test_the_end_of_a_single_document_can_be_held_back_but_not_its_hash(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_the_end_of_a_single_document_can_be_held_back_but_not_its_hash(tmp_path
     path.write_text("a document much longer than a sequence, and the only one " * 40)
     data = open_text(data_config(tmp_path, path, validation={"fraction": 0.25, "split": "Tail"}))
     assert isinstance(data.training, Samples)
-    held_back = sum(len(sample.tokens) - 1 for sample in data.validation.samples_of_rank(0, 1) if sample is not None)
+    held_back = sum(len(sample.tokens) - 1 for sample in data.validation.read_rank_samples(0, 1) if sample is not None)
     kept = data.training.sources[0].sequence.tokens
     assert held_back + 1 == pytest.approx((kept + held_back + 1) / 4, abs=1)
     with pytest.raises(UserError, match=r"no document to hold back: .* set data.validation.split to Tail"):
@@ -202,7 +202,7 @@ def test_token_ids_may_be_given_and_must_be_in_the_vocabulary(tmp_path: Path) ->
 
 def test_the_python_documentation_is_read_in_a_fixed_order() -> None:
     source = open_source("python-docs", "text")
-    (block,) = source.blocks(1)
+    (block,) = source.divide_into_blocks(1)
 
     def head() -> list[str]:
         items = source.read(block)

@@ -19,7 +19,7 @@ from trainium_trainer.data.prepared.s3_copy import find_vocabulary_size
 from trainium_trainer.data.sources import files
 from trainium_trainer.data.sources.documents import TextPiece
 from trainium_trainer.data.sources.resolve import open_source
-from trainium_trainer.data.tokens.tokenizer import tokenizer_file
+from trainium_trainer.data.tokens.tokenizer import find_tokenizer_file
 from trainium_trainer.exits import StorageError, UserError
 
 
@@ -28,9 +28,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gatewa
     monkeypatch.setattr(files, "_PAUSES_SECONDS", (0.01,) * 5)
     (tmp_path / "s3").mkdir()
     with run_gateway(tmp_path / "s3", monkeypatch) as gateway:
-        files.s3.cache_clear()
+        files.open_s3.cache_clear()
         yield gateway
-        files.s3.cache_clear()
+        files.open_s3.cache_clear()
 
 
 def put(server: S3Gateway, tmp_path: Path, *names: str) -> None:
@@ -43,8 +43,8 @@ def put(server: S3Gateway, tmp_path: Path, *names: str) -> None:
 def test_every_format_is_read_from_s3(server: S3Gateway, tmp_path: Path, name: str) -> None:
     put(server, tmp_path, name)
     opened = open_source(f"s3://bucket/data/{name}", "text")
-    blocks = opened.blocks(300)
-    assert opened.file_name_of(blocks[0]) == f"s3://bucket/data/{name}"
+    blocks = opened.divide_into_blocks(300)
+    assert opened.find_file_name(blocks[0]) == f"s3://bucket/data/{name}"
     pieces = [piece for block in blocks for piece in opened.read(block)]
     assert [piece.text for piece in pieces if isinstance(piece, TextPiece)] == TEXTS
 
@@ -91,11 +91,11 @@ def test_a_tokenizer_is_read_from_s3_with_the_files_beside_it(
     original = open_text(data_config(tmp_path, tmp_path / "d.jsonl")).tokenizer
     server.put("bucket", "models/one/tokenizer.json", original.read_bytes())
     server.put("bucket", "models/one/tokenizer_config.json", b'{"eos_token": "<|endoftext|>"}')
-    copy = tokenizer_file(TokenizerConfig(path=f"s3://bucket/models/one{file}"))
+    copy = find_tokenizer_file(TokenizerConfig(path=f"s3://bucket/models/one{file}"))
     assert copy.read_bytes() == original.read_bytes()
     assert (copy.parent / "tokenizer_config.json").exists()
     with pytest.raises(UserError, match=r"data.tokenizer.path s3://bucket/none: there is no tokenizer.json"):
-        tokenizer_file(TokenizerConfig(path="s3://bucket/none"))
+        find_tokenizer_file(TokenizerConfig(path="s3://bucket/none"))
 
 
 def test_a_changed_object_is_tokenised_again(server: S3Gateway, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_errors_of_the_user_are_reported_without_retries(
     with pytest.raises(UserError, match=r"s3://nowhere/data: .*correct"):
         open_text(data_config(tmp_path, "s3://nowhere/data"))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
-    files.s3.cache_clear()
+    files.open_s3.cache_clear()
     with pytest.raises(UserError, match=r"cannot be read .*: correct or replace it"):
         open_text(data_config(tmp_path, "s3://bucket/data"))
 

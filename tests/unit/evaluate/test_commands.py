@@ -13,7 +13,7 @@ import yaml
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.cli import run
-from trainium_trainer.evaluate.questions import held_out_questions
+from trainium_trainer.evaluate.questions import read_held_out_questions
 
 _WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state")
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft and transformers
@@ -24,7 +24,7 @@ def _train_on_answers(base: Path, folder: Path, config: TrainingConfig, steps: i
     from transformers import LlamaForCausalLM
 
     network = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
-    questions = held_out_questions(config.data, 100).questions
+    questions = read_held_out_questions(config.data, 100).questions
     optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
     for step in range(steps):
         question = questions[step % len(questions)]
@@ -137,9 +137,9 @@ def test_the_likeliest_label_has_the_likeliest_tokens_after_the_prompt(classific
     from trainium_trainer.evaluate.answering.loading import load
     from trainium_trainer.evaluate.scoring import score_model
 
-    question_set = held_out_questions(classification.config.data, 8)
+    question_set = read_held_out_questions(classification.config.data, 8)
     model = load(open_model_files(classification.base), device=ComputeDevice.CPU)
-    outcomes = score_model(model, question_set, question_set.batches(3), GenerationConfig(max_new_tokens=1))
+    outcomes = score_model(model, question_set, question_set.group_into_batches(3), GenerationConfig(max_new_tokens=1))
     for outcome in outcomes:
         question = question_set.questions[outcome.number]
         sums = []

@@ -14,7 +14,7 @@ from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeTyp
 from trainium_trainer.evaluate.answering.generation import generate
 from trainium_trainer.evaluate.answering.loading import load
 from trainium_trainer.evaluate.check_folder import compute_logits
-from trainium_trainer.evaluate.memory import available_bytes, readers_that_fit
+from trainium_trainer.evaluate.memory import count_readers, read_available_bytes
 from trainium_trainer.exits import UserError
 from trainium_trainer.weights.base import BaseWeights
 
@@ -183,14 +183,14 @@ def test_the_bos_token_that_a_tokenizer_adds_occurs_once(model_copy: Path) -> No
 
 
 def test_the_number_of_reading_processes_fits_the_memory(tmp_path: Path) -> None:
-    assert readers_that_fit(1000, 4000) == 3
-    assert readers_that_fit(1000, 10) == 1
-    assert readers_that_fit(1000, None) == 1
+    assert count_readers(1000, 4000) == 3
+    assert count_readers(1000, 10) == 1
+    assert count_readers(1000, None) == 1
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
-    assert available_bytes(tmp_path / "meminfo", tmp_path) == 5_120_000
+    assert read_available_bytes(tmp_path / "meminfo", tmp_path) == 5_120_000
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("1000000\n")
-    assert available_bytes(tmp_path / "meminfo", tmp_path) == 2_000_000
+    assert read_available_bytes(tmp_path / "meminfo", tmp_path) == 2_000_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert available_bytes(tmp_path / "meminfo", tmp_path) == 5_120_000
-    assert available_bytes(tmp_path / "nothing", tmp_path / "nothing") is None
+    assert read_available_bytes(tmp_path / "meminfo", tmp_path) == 5_120_000
+    assert read_available_bytes(tmp_path / "nothing", tmp_path / "nothing") is None

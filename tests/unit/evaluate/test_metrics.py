@@ -5,29 +5,29 @@ import math
 import pytest
 
 from trainium_trainer.evaluate import metrics
-from trainium_trainer.evaluate.answering.generation import batch_by_length, draw_seeds, select_batches
+from trainium_trainer.evaluate.answering.generation import draw_seeds, group_by_length, select_batches
 
 
 def test_only_surrounding_white_space_of_an_answer_is_ignored() -> None:
-    assert metrics.exact_match(" Paris\n", "Paris")
-    assert not metrics.exact_match("paris", "Paris")
-    assert not metrics.exact_match("Paris, France", "Paris")
+    assert metrics.is_exact_match(" Paris\n", "Paris")
+    assert not metrics.is_exact_match("paris", "Paris")
+    assert not metrics.is_exact_match("Paris, France", "Paris")
 
 
 def test_rouge_l_is_the_f_measure_of_the_longest_common_subsequence() -> None:
     # "the cat mat" is common: precision 3 / 4, recall 3 / 6.
-    assert metrics.rouge_l("the cat mat dog", "the cat sat on the mat") == pytest.approx(2 * 0.75 * 0.5 / 1.25)
-    assert metrics.rouge_l("", "the cat") == 0
-    assert metrics.rouge_l("答え", "答え") is None
+    assert metrics.compute_rouge_l("the cat mat dog", "the cat sat on the mat") == pytest.approx(2 * 0.75 * 0.5 / 1.25)
+    assert metrics.compute_rouge_l("", "the cat") == 0
+    assert metrics.compute_rouge_l("答え", "答え") is None
 
 
 def test_perplexity_is_the_exponential_of_the_mean_loss_of_a_token() -> None:
-    assert metrics.perplexity(4 * math.log(0.25), 4) == pytest.approx(4)
-    assert metrics.perplexity(-1e6, 1) == math.inf
+    assert metrics.compute_perplexity(4 * math.log(0.25), 4) == pytest.approx(4)
+    assert metrics.compute_perplexity(-1e6, 1) == math.inf
 
 
 def test_the_likeliest_label_is_the_first_of_equal_ones() -> None:
-    assert metrics.likeliest([-3.0, -1.0, -1.0]) == 1
+    assert metrics.find_likeliest([-3.0, -1.0, -1.0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -50,16 +50,16 @@ def test_the_longer_of_two_matching_labels_counts() -> None:
 
 
 def test_means_leave_out_unknown_values() -> None:
-    assert metrics.mean([True, None, False, True]) == pytest.approx(2 / 3)
-    assert metrics.mean([None]) is None
+    assert metrics.compute_mean([True, None, False, True]) == pytest.approx(2 / 3)
+    assert metrics.compute_mean([None]) is None
 
 
 def test_batches_hold_each_number_once_with_the_longest_first() -> None:
-    assert batch_by_length([3, 9, 4, 9, 1], 2) == [[1, 3], [2, 0], [4]]
+    assert group_by_length([3, 9, 4, 9, 1], 2) == [[1, 3], [2, 0], [4]]
 
 
 def test_readers_share_whole_batches() -> None:
-    batches = batch_by_length(list(range(23)), 4)
+    batches = group_by_length(list(range(23)), 4)
     parts = [select_batches(batches, reader, 3) for reader in range(3)]
     assert sorted(batch for part in parts for batch in part) == sorted(batches)
 

@@ -76,8 +76,8 @@ def test_the_perplexity_of_running_text_is_that_of_the_training_model(
     result = run_stage(config, models, tmp_path / "out")
     data = open_data(config.data, 1)
     total, count = 0.0, 0
-    for sample in data.validation.samples_of_rank(0, 1)[:11]:
-        (row,) = sample.rows(data.validation.rules)
+    for sample in data.validation.read_rank_samples(0, 1)[:11]:
+        (row,) = sample.list_rows(data.validation.rules)
         inputs, targets = (torch.tensor(part.astype("int64")) for part in (row.inputs, row.targets))
         logits = compute_logits(BaseWeights.open(models["tuned"]), inputs[None])
         total += float(torch.nn.functional.cross_entropy(logits[0], targets, reduction="sum"))

@@ -281,7 +281,7 @@ def test_the_command_measures_the_tasks_of_a_configuration_once(
 
 def test_a_message_leaves_out_figures_beyond_the_limit_of_the_kubelet() -> None:
     figures = tuple(EvaluationFigure(name=f"{digit}" * 190, after=1 / 3, standard_error=1 / 7) for digit in range(10))
-    message = EvaluationResult(model="m", examples=0, figures=figures * 2).to_message()
+    message = EvaluationResult(model="m", examples=0, figures=figures * 2).format_message()
     assert 3500 < len(message) <= 4096
     kept = RunResults.model_validate_json(message).evaluation
     assert kept == (figures * 2)[: len(kept)]

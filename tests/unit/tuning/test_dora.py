@@ -11,7 +11,7 @@ from torch import nn
 from tests.testing.trainer.base_models import SHAPE
 from trainium_contract.trainer.tuning import LoraConfig, TuningConfig, TuningMethod
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.lora import AdaptedLinear, adapters_disabled
+from trainium_trainer.models.lora import AdaptedLinear, disable_adapters
 from trainium_trainer.tuning.trainable import select_trainable
 
 WIDTH, OUTPUTS, RANK = 12, 20, 3
@@ -54,7 +54,7 @@ def test_outputs_and_gradients_are_those_of_peft() -> None:
 def test_without_its_adapter_the_layer_is_the_base() -> None:
     layer, peft_layer = create_layers()
     x = torch.randn(2, 5, WIDTH)
-    with adapters_disabled(layer):
+    with disable_adapters(layer):
         torch.testing.assert_close(layer(x), peft_layer.base_layer(x))
     assert not torch.allclose(layer(x), peft_layer.base_layer(x))
 

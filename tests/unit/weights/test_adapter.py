@@ -79,7 +79,7 @@ def test_adapters_of_peft_are_read_under_the_names_of_parameters(
     saved = {name.replace(".default", ""): value for name, value in model.named_parameters() if "lora_" in name}
     assert saved.keys() == {f"base_model.model.{name}" for name in trainable.sizes}
     for name, size in trainable.sizes.items():
-        assert tuple(adapter.size(name)) == size
+        assert tuple(adapter.find_size(name)) == size
         assert torch.equal(adapter.read(name), saved[f"base_model.model.{name}"])
         corner = torch.empty(2, 3)
         adapter.fill(name, (1, 1), corner)
@@ -104,7 +104,7 @@ def test_ranks_alphas_and_lengths_of_single_targets_are_read_as_peft_saves_them(
     sizes = select_trainable(shape, settings).sizes
     assert set(adapter.names) == set(sizes)
     for name, size in sizes.items():
-        assert tuple(adapter.size(name)) == size
+        assert tuple(adapter.find_size(name)) == size
         saved = model.get_parameter("base_model.model." + name.replace(".weight", ".default.weight"))
         assert torch.equal(adapter.read(name), saved)
     for module in adapter.targets:

@@ -21,7 +21,7 @@ from trainium_trainer.weights.folder import open_shape
 
 
 def read_whole(weights: BaseWeights, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    target = torch.empty(weights.size(name), dtype=dtype or weights.dtype(name))
+    target = torch.empty(weights.find_size(name), dtype=dtype or weights.find_dtype(name))
     weights.fill(name, (0,) * target.dim(), target)
     return target
 
@@ -35,7 +35,7 @@ def test_every_parameter_is_read_as_transformers_saved_it(tmp_path: Path, larges
     expected = dict(model.named_parameters())
     assert parameter_sizes(weights.shape).keys() == expected.keys()
     for name, value in expected.items():
-        assert weights.size(name) == value.shape
+        assert weights.find_size(name) == value.shape
         assert torch.equal(read_whole(weights, name), value)
     if tied:
         assert torch.equal(read_whole(weights, "lm_head.weight"), expected["model.embed_tokens.weight"])
@@ -49,7 +49,7 @@ def test_every_floating_point_type_is_converted_to_the_requested_one(
     model = save_base(tmp_path, dtype=stored_type)
     weights = BaseWeights.open(str(tmp_path))
     for name, value in model.named_parameters():
-        assert weights.dtype(name) == stored_type
+        assert weights.find_dtype(name) == stored_type
         assert torch.equal(read_whole(weights, name, requested_type), value.to(requested_type))
 
 

@@ -63,16 +63,16 @@ class Card:
             "",
             f"{origin[0].upper()}{origin[1:]} by trainium-trainer{merged}.",
             "",
-            *_table(("setting", "value"), self._settings()),
-            *self._loss_lines(),
-            *self._usage(),
+            *_format_table(("setting", "value"), self._format_settings()),
+            *self._format_losses(),
+            *self._format_usage(),
             _BEGIN,
             _END,
             "",
         ]
         return "\n".join(lines)
 
-    def _settings(self) -> list[tuple[str, str]]:
+    def _format_settings(self) -> list[tuple[str, str]]:
         lora = self.tuning.lora
         rows = [("steps", f"{self.step:,}"), ("tokens trained on", f"{self.tokens:,}"), ("weights", self.precision)]
         if self.tuning.method is TuningMethod.LORA:
@@ -99,14 +99,14 @@ class Card:
         }
         return rows + [(text, str(self.settings[name])) for name, text in names.items() if name in self.settings]
 
-    def _loss_lines(self) -> list[str]:
+    def _format_losses(self) -> list[str]:
         """Return the losses of some steps from first to last, the time in steps, and the validation loss."""
         measured = [line for line in self.history if line.get("loss") is not None and line["step"] <= self.step]
         if not measured:
             return []
         indices = sorted({round(at * (len(measured) - 1) / (_MAX_ROWS - 1)) for at in range(_MAX_ROWS)})
         rows = [(f"{measured[index]['step']:,}", f"{measured[index]['loss']:.4f}") for index in indices]
-        lines = ["## Losses", "", *_table(("step", "loss"), rows)]
+        lines = ["## Losses", "", *_format_table(("step", "loss"), rows)]
         validation = [line for line in measured if line.get("validationLoss") is not None]
         if validation:
             newest = validation[-1]
@@ -115,7 +115,7 @@ class Card:
             lines += [f"Time in steps of this history, of all time since the first step: {100 * share:.1f} %.", ""]
         return lines
 
-    def _usage(self) -> list[str]:
+    def _format_usage(self) -> list[str]:
         if self.kind is ArtifactKind.ADAPTER:
             base = self.base or "BASE"
             resize = (
@@ -161,6 +161,6 @@ def add_evaluation(location: str, markdown: str) -> None:
         store.write(CARD_NAME, new.encode())
 
 
-def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> list[str]:
+def _format_table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> list[str]:
     lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
     return [*lines, *(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows), ""]

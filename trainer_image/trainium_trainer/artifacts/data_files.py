@@ -18,8 +18,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.artifacts.manifest import ArtifactFile
-from trainium_trainer.checkpoint.format.writer import view_bytes
-from trainium_trainer.checkpoint.sharding import ITEM_BYTES, safetensors_header
+from trainium_trainer.checkpoint.format.writer import view_as_bytes
+from trainium_trainer.checkpoint.sharding import ITEM_BYTES, build_safetensors_header
 from trainium_trainer.weights.tensors import TORCH_TYPES
 
 if TYPE_CHECKING:
@@ -84,7 +84,10 @@ def plan_files(
     metadata = {"format": "pt", **(metadata or {})}
     return tuple(
         PlannedFile(
-            name, tuple(part), dtype, safetensors_header([(tensor, dtype, size) for tensor, size in part], metadata)
+            name,
+            tuple(part),
+            dtype,
+            build_safetensors_header([(tensor, dtype, size) for tensor, size in part], metadata),
         )
         for name, part in zip(names, parts, strict=True)
     )
@@ -119,7 +122,7 @@ def write_file(
 
         def pieces() -> Iterator[memoryview]:
             try:
-                yield from _pieces(file, rows, sha.update, pool, heartbeat)
+                yield from _encode_pieces(file, rows, sha.update, pool, heartbeat)
             except GeneratorExit:
                 raise
             except BaseException as error:
@@ -135,7 +138,7 @@ def write_file(
     return ArtifactFile(name=file.name, size=file.size, digest=sha.hexdigest())
 
 
-def _pieces(
+def _encode_pieces(
     file: PlannedFile,
     rows: Callable[[str, int, int, torch.dtype], Tensor],
     update: Callable[[memoryview], None],
@@ -145,12 +148,12 @@ def _pieces(
     dtype = TORCH_TYPES[file.dtype]
 
     def make(part: tuple[str, int, int]) -> memoryview:
-        return view_bytes(rows(*part, dtype))
+        return view_as_bytes(rows(*part, dtype))
 
     header = memoryview(file.header)
     update(header)
     yield header
-    parts = _parts(file)
+    parts = _divide_file(file)
     coming = deque(pool.submit(make, part) for part in islice(parts, _MADE_AHEAD))
     hashed: Future[None] | None = None
     while coming:
@@ -165,7 +168,7 @@ def _pieces(
         hashed.result()
 
 
-def _parts(file: PlannedFile) -> Iterator[tuple[str, int, int]]:
+def _divide_file(file: PlannedFile) -> Iterator[tuple[str, int, int]]:
     """Yield tensor, first row and number of rows of each piece, in the file's order."""
     for name, size in file.tensors:
         rows_per_part = max(1, CHUNK_BYTES // (_FLOAT32_BYTES * math.prod(size[1:])))

@@ -16,12 +16,12 @@ from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_contract.trainer.tuning import TuningConfig
-from trainium_trainer.artifacts.inputs import ArtifactInputs, inputs_of_adapter
+from trainium_trainer.artifacts.inputs import ArtifactInputs, infer_adapter_tuning
 from trainium_trainer.artifacts.small_files import check_tokenizer, list_tokenizer_files
 from trainium_trainer.artifacts.store import ArtifactStore
 from trainium_trainer.artifacts.writer import write_artifact
 from trainium_trainer.checkpoint.root.selection import choose_checkpoint, explain_damage, parse_shape
-from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, count_entries, tokenizer_file
+from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, count_entries, find_tokenizer_file
 from trainium_trainer.exits import UserError
 from trainium_trainer.peers import Peers
 from trainium_trainer.storage import open_storage
@@ -54,7 +54,7 @@ def export(
     checkpoint, if it is damaged or of an unknown model, if the base is missing or another one, or if the folder is not
     empty; StorageError if a store fails.
     """
-    file = tokenizer_file(TokenizerConfig(path=str(tokenizer))) if tokenizer is not None else None
+    file = find_tokenizer_file(TokenizerConfig(path=str(tokenizer))) if tokenizer is not None else None
     storage, retry = open_storage(root), Retry()
     checkpoint = choose_checkpoint(storage, root, step, milestones=True)
     shape, tuning = parse_shape(checkpoint), _read_tuning(checkpoint)
@@ -96,7 +96,7 @@ def merge(
     """
     weights = BaseWeights.open(base, field="--base")
     tuned = AdapterWeights.open(adapter, field="--adapter", tied=weights.shape.tie_embeddings)
-    shape = tuned.shape_beside(weights.shape)
+    shape = tuned.compute_shape(weights.shape)
     tuned.check_base(shape, weights)
     with _open_tokenizer(tuned) as tokenizer:
         if tokenizer is not None and count_entries(tokenizer) > shape.vocab_size:
@@ -105,7 +105,7 @@ def merge(
                 f"has {shape.vocab_size} rows, none for the new tokens: export the model of the run that made "
                 f"it, or take {TOKENIZER_FILE} out of the folder to keep the base's"
             )
-        artifact_plan = inputs_of_adapter(tuned, weights, tokenizer).plan_artifact(
+        artifact_plan = infer_adapter_tuning(tuned, weights, tokenizer).plan_artifact(
             ArtifactKind.MODEL, precision, max_file_bytes
         )
         write_artifact(artifact_plan, ArtifactStore(str(folder)), Peers(0, 1), heartbeat=heartbeat)

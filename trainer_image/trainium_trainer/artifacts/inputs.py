@@ -17,14 +17,14 @@ from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.artifacts.card import Card, read_lines
 from trainium_trainer.artifacts.manifest import CARD_NAME, FORMAT_VERSION, hash_json
 from trainium_trainer.artifacts.merged_parameters import CheckpointWeights, MergedParameters, ParameterSource
-from trainium_trainer.artifacts.peft_format import adapter_config
-from trainium_trainer.artifacts.small_files import model_files, tokenizer_files
+from trainium_trainer.artifacts.peft_format import create_adapter_config
+from trainium_trainer.artifacts.small_files import create_model_files, create_tokenizer_files
 from trainium_trainer.artifacts.writer import ArtifactPlan
 from trainium_trainer.checkpoint.format.reader import CheckpointReader
 from trainium_trainer.checkpoint.root.selection import parse_shape
 from trainium_trainer.data.tokens.tokenizer import CHAT_TEMPLATE_SETTING
 from trainium_trainer.monitor.writers import METRICS_NAME
-from trainium_trainer.tuning.trainable import projection_sizes, select_trainable
+from trainium_trainer.tuning.trainable import list_projection_sizes, select_trainable
 from trainium_trainer.weights.adapter import BASE_DIGEST, AdapterWeights, from_tensor, to_tensor
 from trainium_trainer.weights.adapter import CONFIG_NAME as ADAPTER_CONFIG
 
@@ -112,9 +112,11 @@ class ArtifactInputs:
         self, kind: ArtifactKind, precision: ArtifactPrecision, max_file_bytes: int | None = None
     ) -> ArtifactPlan:
         """Return the plan of an artifact. Raises UserError if the checkpoint does not match the shape."""
-        return self._adapter() if kind is ArtifactKind.ADAPTER else self._model(TYPES[precision], max_file_bytes)
+        return (
+            self._plan_adapter() if kind is ArtifactKind.ADAPTER else self._plan_model(TYPES[precision], max_file_bytes)
+        )
 
-    def _model(self, dtype: str, max_file_bytes: int | None) -> ArtifactPlan:
+    def _plan_model(self, dtype: str, max_file_bytes: int | None) -> ArtifactPlan:
         sizes = parameter_sizes(self.unpadded_shape)
         result = MergedParameters(self.trained, self.names, self.base, self.tuning.lora.scale_of)
         result.check(sizes)
@@ -123,22 +125,22 @@ class ArtifactInputs:
             source = None if self.base is None else self.base.source
             name = _TORCH_NAMES[dtype]
             template = self.settings.get(CHAT_TEMPLATE_SETTING)
-            files = model_files(self.unpadded_shape, name, source, self.tokenizer, template)
-            return files | {CARD_NAME: self._card(ArtifactKind.MODEL, name)}
+            files = create_model_files(self.unpadded_shape, name, source, self.tokenizer, template)
+            return files | {CARD_NAME: self._create_card(ArtifactKind.MODEL, name)}
 
         return ArtifactPlan(
             kind=ArtifactKind.MODEL,
             step=self.step,
-            identity=self._identity(ArtifactKind.MODEL, dtype),
+            identity=self._identify(ArtifactKind.MODEL, dtype),
             stem="model",
             dtype=dtype,
             sizes=sizes,
-            rows=result.rows,
+            rows=result.read_rows,
             small_files=small_files,
             max_file_bytes=max_file_bytes,
         )
 
-    def _adapter(self) -> ArtifactPlan:
+    def _plan_adapter(self) -> ArtifactPlan:
         shape = self.unpadded_shape
         sizes = dict(select_trainable(shape, self.tuning).sizes)
         result = MergedParameters(self.trained, self.names, None, self.tuning.lora.scale_of)
@@ -149,24 +151,24 @@ class ArtifactInputs:
 
         def rows(name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
             ours = from_tensor(name)
-            return result.rows(EMBEDDING if shared and ours == HEAD else ours, first, count, dtype)
+            return result.read_rows(EMBEDDING if shared and ours == HEAD else ours, first, count, dtype)
 
         def small_files() -> dict[str, bytes]:
             source = None if self.base is None else self.base.source
-            config = adapter_config(
+            config = create_adapter_config(
                 self.tuning.lora,
                 sizes,
-                list(projection_sizes(shape)),
+                list(list_projection_sizes(shape)),
                 None if self.base is None else self.base.location,
             )
             template = self.settings.get(CHAT_TEMPLATE_SETTING)
-            files = tokenizer_files(source, self.tokenizer, shape.longest_sequence, template)
-            return files | {ADAPTER_CONFIG: config, CARD_NAME: self._card(ArtifactKind.ADAPTER, "float32")}
+            files = create_tokenizer_files(source, self.tokenizer, shape.longest_sequence, template)
+            return files | {ADAPTER_CONFIG: config, CARD_NAME: self._create_card(ArtifactKind.ADAPTER, "float32")}
 
         return ArtifactPlan(
             kind=ArtifactKind.ADAPTER,
             step=self.step,
-            identity=self._identity(ArtifactKind.ADAPTER, "F32"),
+            identity=self._identify(ArtifactKind.ADAPTER, "F32"),
             stem="adapter_model",
             dtype="F32",
             sizes={to_tensor(name): size for name, size in sorted(sizes.items())},
@@ -176,7 +178,7 @@ class ArtifactInputs:
             max_file_bytes=max(1, sum(math.prod(size) for size in sizes.values()) * 4),
         )
 
-    def _card(self, kind: ArtifactKind, precision: str) -> bytes:
+    def _create_card(self, kind: ArtifactKind, precision: str) -> bytes:
         added_rows = 0 if self.base is None else max(0, self.unpadded_shape.vocab_size - self.base.shape.vocab_size)
         card = Card(
             kind=kind,
@@ -191,18 +193,18 @@ class ArtifactInputs:
         )
         return card.to_markdown().encode()
 
-    def _identity(self, kind: ArtifactKind, dtype: str) -> str:
+    def _identify(self, kind: ArtifactKind, dtype: str) -> str:
         base = "" if self.base is None else self.base.digest
         tuning, shape = self.tuning.to_wire(), self.shape.to_json()
         return hash_json([FORMAT_VERSION, kind, dtype, self.step, self.source, base, self.seed, tuning, shape])
 
 
-def inputs_of_adapter(adapter: AdapterWeights, base: BaseWeights, tokenizer: Path | None = None) -> ArtifactInputs:
+def infer_adapter_tuning(adapter: AdapterWeights, base: BaseWeights, tokenizer: Path | None = None) -> ArtifactInputs:
     """Return the tuning that an adapter of another program implies; its targets are the adapter's.
 
     `tokenizer` is the adapter's `tokenizer.json`.
     """
-    shape = adapter.shape_beside(base.shape)
+    shape = adapter.compute_shape(base.shape)
     whole = [name for name in adapter.replaced_parameters if not (shape.tie_embeddings and name == HEAD)]
     trainable = [name.removesuffix(".weight") for name in whole] or None
     tuning = TuningConfig.model_validate({"method": "LoRA", "lora": adapter.lora, "trainable": trainable})

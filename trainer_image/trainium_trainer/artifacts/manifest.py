@@ -70,7 +70,7 @@ class WritePlan(MessageModel):
     """The number of ranks for which the files were divided."""
 
 
-def receipt_name(file: str) -> str:
+def format_receipt_name(file: str) -> str:
     """Return the name of a data file's receipt, which is an `ArtifactFile`."""
     return f"{UNFINISHED}/{file}.json"
 

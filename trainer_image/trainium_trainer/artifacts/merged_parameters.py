@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.state_dict import WEIGHT, parse_parameter_name, state_name
-from trainium_trainer.tuning.trainable import LORA_A, LORA_B, MAGNITUDE, parent_module
+from trainium_trainer.models.state_dict import WEIGHT, format_state_name, parse_parameter_name
+from trainium_trainer.tuning.trainable import LORA_A, LORA_B, MAGNITUDE, find_parent_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -35,13 +35,13 @@ class CheckpointWeights:
         self.names = tuple(name for key in reader.tensors if (name := parse_parameter_name(key)) is not None)
         """The names of the trained parameters."""
 
-    def size(self, name: str) -> torch.Size:
+    def find_size(self, name: str) -> torch.Size:
         """Return the size of a parameter. Raises KeyError for an unknown name."""
-        return torch.Size(self._reader.tensors[state_name(WEIGHT, name)].shape)
+        return torch.Size(self._reader.tensors[format_state_name(WEIGHT, name)].shape)
 
     def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
         """Copy and verify a box. Raises DamagedFileError if a file is not what was written."""
-        self._reader.fill(self._reader.plan_read(state_name(WEIGHT, name), offsets, target))
+        self._reader.fill(self._reader.plan_read(format_state_name(WEIGHT, name), offsets, target))
 
 
 ParameterSource: TypeAlias = "BaseWeights | AdapterWeights | CheckpointWeights"
@@ -72,19 +72,19 @@ class MergedParameters:
                 if self._frozen is None:
                     raise UserError(f"the checkpoint has no {name} and there is no base to take it from: name the base")
                 continue
-            trained = tuple(self._trained.size(name))
+            trained = tuple(self._trained.find_size(name))
             if trained[1:] != size[1:] or trained[0] < size[0]:
                 raise UserError(
                     f"{name} has the size {list(trained)}, but the model's is {list(size)}: the checkpoint is of "
                     "another model, give its configuration"
                 )
 
-    def rows(self, name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
+    def read_rows(self, name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return rows of a parameter in a type, [count, ...].
 
         Raises UserError for values beyond the type's range, and the errors of the sources.
         """
-        rows = self._rows(name, first, count, torch.float32 if dtype is torch.float16 else dtype)
+        rows = self._merge_rows(name, first, count, torch.float32 if dtype is torch.float16 else dtype)
         converted = rows.to(dtype)
         if converted is not rows and bool((converted.isinf() & rows.isfinite()).any()):
             largest = float(rows[rows.isfinite()].abs().max())
@@ -94,14 +94,14 @@ class MergedParameters:
             )
         return converted
 
-    def _rows(self, name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
+    def _merge_rows(self, name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return rows of a parameter, merged ones in float32 and others in a type."""
         trained = name in self._names
         source = self._trained if trained else self._frozen
         assert source is not None
-        size = (count, *source.size(name)[1:])
+        size = (count, *source.find_size(name)[1:])
         offsets = (first, *(0 for _ in size[1:]))
-        module, added = parent_module(name), f"{parent_module(name)}.{LORA_B}.{name.rpartition('.')[2]}"
+        module, added = find_parent_module(name), f"{find_parent_module(name)}.{LORA_B}.{name.rpartition('.')[2]}"
         if added not in self._names:
             rows = torch.empty(size, dtype=dtype)
             source.fill(name, offsets, rows)
@@ -111,7 +111,7 @@ class MergedParameters:
             source.fill(name, offsets, rows)
             self._trained.fill(added, offsets, bias)
             return rows.add_(bias, alpha=self._scale_of(module))
-        narrow = self._matrix(f"{module}.{LORA_A}.weight")
+        narrow = self._read_matrix(f"{module}.{LORA_A}.weight")
         wide = torch.empty(count, narrow.shape[0])
         self._trained.fill(f"{module}.{LORA_B}.weight", (first, 0), wide)
         rows = torch.empty(size, dtype=torch.float32)
@@ -124,11 +124,11 @@ class MergedParameters:
             rows.mul_((lengths / torch.linalg.vector_norm(rows, dim=1)).unsqueeze(1))
         return rows
 
-    def _matrix(self, name: str) -> Tensor:
+    def _read_matrix(self, name: str) -> Tensor:
         """Return an adapter's whole A in float32, cached because the chunks of one weight are consecutive."""
         newest, whole = self._newest
         if newest != name:
-            whole = torch.empty(self._trained.size(name))
+            whole = torch.empty(self._trained.find_size(name))
             self._trained.fill(name, (0, 0), whole)
             self._newest = (name, whole)
         # Not `self._newest[1]`, which another thread may have replaced for the next weight.

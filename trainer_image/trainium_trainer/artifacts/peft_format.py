@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.tuning.trainable import LORA_A, is_adapter, parent_module
+from trainium_trainer.tuning.trainable import LORA_A, find_parent_module, is_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -36,13 +36,13 @@ _NOTHING: dict[str, Any] = {
 """The fields of unused features."""
 
 
-def adapter_config(lora: LoraConfig, names: Collection[str], linears: Iterable[str], base: str | None) -> bytes:
+def create_adapter_config(lora: LoraConfig, names: Collection[str], linears: Iterable[str], base: str | None) -> bytes:
     """Return the contents of `adapter_config.json`.
 
     `names` are the adapter's parameters, `linears` all linear modules of the model, `base` is the location of the base.
     """
     modules = [name.removesuffix(f".{LORA_A}.weight") for name in names if name.endswith(f".{LORA_A}.weight")]
-    whole = list(dict.fromkeys(parent_module(name) for name in names if not is_adapter(name)))
+    whole = list(dict.fromkeys(find_parent_module(name) for name in names if not is_adapter(name)))
     config = _NOTHING | {
         "base_model_name_or_path": base,
         "r": lora.rank,
@@ -52,13 +52,13 @@ def adapter_config(lora: LoraConfig, names: Collection[str], linears: Iterable[s
         "alpha_pattern": {name: lora.alpha_of(name) for name in modules if lora.alpha_of(name) != lora.alpha},
         "use_dora": lora.dora,
         "use_rslora": lora.rank_stabilized,
-        "target_modules": short_names(modules, linears),
+        "target_modules": shorten_names(modules, linears),
         "modules_to_save": whole or None,
     }
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 
-def short_names(modules: Iterable[str], linears: Iterable[str]) -> list[str]:
+def shorten_names(modules: Iterable[str], linears: Iterable[str]) -> list[str]:
     """Return the last components of the modules' names if they are unambiguous, else the whole names."""
     chosen = set(modules)
     leaves = {name.rpartition(".")[2] for name in chosen}

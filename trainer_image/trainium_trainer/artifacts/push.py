@@ -11,9 +11,9 @@ from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.artifacts import ArtifactKind
-from trainium_trainer.artifacts.stage import artifact_kinds
+from trainium_trainer.artifacts.stage import list_artifact_kinds
 from trainium_trainer.exits import UserError
-from trainium_trainer.storage.hub import TOKEN, Repository, api, call_hub, token
+from trainium_trainer.storage.hub import TOKEN, Repository, call_hub, create_client, find_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,10 +30,10 @@ def open_repository(config: TrainingConfig) -> None:
     push = config.artifacts.push
     if push is None:
         return
-    where, kinds = f"artifacts.push {push.repo}", artifact_kinds(config)
+    where, kinds = f"artifacts.push {push.repo}", list_artifact_kinds(config)
     if _select_kind(push, kinds) not in kinds:
         raise UserError(f"{where}: the run writes no {_select_kind(push, kinds)}: add it to artifacts.kinds")
-    if not token():
+    if not find_token():
         raise UserError(f"{where}: needs a token: set the environment variable {TOKEN} from a Secret")
     _create_repository(push)
 
@@ -46,7 +46,7 @@ def push_artifact(push: PushConfig, artifacts: Sequence[ArtifactReport], heartbe
     kind = _select_kind(push, [ArtifactKind(artifact.kind) for artifact in artifacts])
     artifact = next(artifact for artifact in artifacts if artifact.kind == kind)
     _create_repository(push)  # the first start may have ended before it created the repository
-    upload = api().upload_folder(
+    upload = create_client().upload_folder(
         repo_id=push.repo,
         folder_path=artifact.path,
         commit_message=f"{kind} of step {artifact.step}",
@@ -54,7 +54,7 @@ def push_artifact(push: PushConfig, artifacts: Sequence[ArtifactReport], heartbe
     )
     while not wait([upload], timeout=_BEAT_SECONDS).done:
         heartbeat()
-    return call_hub(lambda: str(upload.result().commit_url), _repository(push))
+    return call_hub(lambda: str(upload.result().commit_url), _format_repository(push))
 
 
 def _select_kind(push: PushConfig, kinds: Sequence[ArtifactKind]) -> ArtifactKind:
@@ -62,8 +62,10 @@ def _select_kind(push: PushConfig, kinds: Sequence[ArtifactKind]) -> ArtifactKin
 
 
 def _create_repository(push: PushConfig) -> None:
-    call_hub(lambda: api().create_repo(push.repo, private=push.private, exist_ok=True), _repository(push))
+    call_hub(
+        lambda: create_client().create_repo(push.repo, private=push.private, exist_ok=True), _format_repository(push)
+    )
 
 
-def _repository(push: PushConfig) -> Repository:
+def _format_repository(push: PushConfig) -> Repository:
     return Repository("artifacts.push", push.repo, "repository", access="write to it")

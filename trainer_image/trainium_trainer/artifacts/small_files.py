@@ -14,7 +14,7 @@ import json
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.data.examples.chat import after_answer
+from trainium_trainer.data.examples.chat import find_text_after_answer
 from trainium_trainer.data.tokens.tokenizer import (
     TEMPLATE_FILES,
     TOKENIZER_FILE,
@@ -25,8 +25,8 @@ from trainium_trainer.data.tokens.tokenizer import (
     find_known_end_token,
     load_tokenizer,
     read_chat_templates,
-    token_text,
-    vocabulary_in,
+    read_token_text,
+    read_vocabulary,
     write_tokenizer,
 )
 from trainium_trainer.exits import UserError
@@ -57,7 +57,7 @@ _NUMBERS = tuple(f"{name}_id" for name in _NAMED)
 _EOS = "eos_token_id"
 
 
-def model_files(
+def create_model_files(
     shape: ModelShape,
     dtype: str,
     base: WeightsSource | None,
@@ -66,32 +66,32 @@ def model_files(
 ) -> dict[str, bytes]:
     """Return configuration, generation settings and tokenizer of a model; `dtype` is torch's name of the weights' type.
 
-    `base` is the folder of the initial model; `tokenizer` and `chat_template` as for `tokenizer_files`. Raises
+    `base` is the folder of the initial model; `tokenizer` and `chat_template` as for `create_tokenizer_files`. Raises
     UserError, StorageError.
     """
-    files = tokenizer_files(base, tokenizer, shape.longest_sequence, chat_template)
-    sizes = base.sizes() if base is not None else {}
+    files = create_tokenizer_files(base, tokenizer, shape.longest_sequence, chat_template)
+    sizes = base.list_sizes() if base is not None else {}
     base_config: dict[str, Any] = {}
     if base is not None and CONFIG_NAME in sizes:
         base_config = json.loads(base.read(CONFIG_NAME))
         for name in ("_name_or_path", "dtype", "transformers_version"):
             base_config.pop(name, None)
     generation = json.loads(base.read(GENERATION_NAME)) if base is not None and GENERATION_NAME in sizes else {}
-    ids = _token_ids(files)
+    ids = _find_token_ids(files)
     ends = (
-        {_EOS: ids[_EOS]} if ids.get(_EOS) not in (None, *_eos_tokens_in(base_config)) else {}
+        {_EOS: ids[_EOS]} if ids.get(_EOS) not in (None, *_find_eos_tokens(base_config)) else {}
     )  # the base may have several
     named = {name: number for name, number in ids.items() if name != _EOS} | ends
     config = base_config | to_config(shape) | named | {"torch_dtype": dtype}
     if base is None:  # transformers replaces a missing number by Llama 1's
         config = dict.fromkeys(_NUMBERS) | config
-    files[CONFIG_NAME] = _json(config)
+    files[CONFIG_NAME] = _encode_json(config)
     generation_config = {name: config[name] for name in _NUMBERS if config.get(name) is not None} | generation | named
-    stops = _stop_tokens(files, base, [*_eos_tokens_in(generation), *_eos_tokens_in(base_config)], ids, tokenizer)
-    if stops := list(dict.fromkeys([*stops, *_turn_end_tokens(files)])):
+    stops = _stop_tokens(files, base, [*_find_eos_tokens(generation), *_find_eos_tokens(base_config)], ids, tokenizer)
+    if stops := list(dict.fromkeys([*stops, *_find_turn_end_tokens(files)])):
         generation_config[_EOS] = stops if len(stops) > 1 else stops[0]
     if generation_config:
-        files[GENERATION_NAME] = _json(generation_config)
+        files[GENERATION_NAME] = _encode_json(generation_config)
     return files
 
 
@@ -101,10 +101,10 @@ def _stop_tokens(
     """Return the tokens that end an answer: those of the base that mean the same here, and those of this run."""
     if tokenizer is None:
         return list(dict.fromkeys([*listed, *([ids[_EOS]] if _EOS in ids else [])]))
-    ours = vocabulary_in(files[TOKENIZER_FILE])
+    ours = read_vocabulary(files[TOKENIZER_FILE])
     before = None
-    if base is not None and TOKENIZER_FILE in base.sizes():
-        before = vocabulary_in(base.read(TOKENIZER_FILE))
+    if base is not None and TOKENIZER_FILE in base.list_sizes():
+        before = read_vocabulary(base.read(TOKENIZER_FILE))
     valid = [number for number in listed if number in ours and (before is None or before.get(number) == ours[number])]
     if before is None:
         special = {token["id"] for token in json.loads(files[TOKENIZER_FILE]).get("added_tokens") or ()}
@@ -116,28 +116,28 @@ def _stop_tokens(
     return list(dict.fromkeys([*valid, *learned]))
 
 
-def _turn_end_tokens(files: dict[str, bytes]) -> list[int]:
+def _find_turn_end_tokens(files: dict[str, bytes]) -> list[int]:
     """Return the token with which the chat template ends an answer, if it has no other meaning."""
     if TOKENIZER_FILE not in files:
         return []
     named = json.loads(files.get(_SPECIAL_NAMES, b"{}")) | json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
     if (template := read_chat_templates(files, named).default) is None:
         return []
-    tokens = {name: text for name in _NAMED if (text := token_text(named.get(name))) is not None}
-    after = after_answer(template, tokens)
+    tokens = {name: text for name in _NAMED if (text := read_token_text(named.get(name))) is not None}
+    after = find_text_after_answer(template, tokens)
     added = json.loads(files[TOKENIZER_FILE]).get("added_tokens") or ()
     ends = [(token["content"], int(token["id"])) for token in added if token.get("special")]
     longest = max((end for end in ends if after.startswith(end[0])), key=lambda end: len(end[0]), default=None)
     return [] if longest is None else [longest[1]]
 
 
-def _eos_tokens_in(document: dict[str, Any]) -> list[int]:
+def _find_eos_tokens(document: dict[str, Any]) -> list[int]:
     """Return the tokens that end a text in a configuration."""
     eos = document.get(_EOS)
     return [number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int)]
 
 
-def tokenizer_files(
+def create_tokenizer_files(
     base: WeightsSource | None, tokenizer: Path | None, max_positions: int, chat_template: str | None = None
 ) -> dict[str, bytes]:
     """Return the files of the run's tokenizer for `AutoTokenizer`; empty without a tokenizer.
@@ -150,9 +150,9 @@ def tokenizer_files(
         for name in _TOKENIZER_COMPANIONS:
             if (tokenizer.parent / name).is_file():
                 files[name] = (tokenizer.parent / name).read_bytes()
-    templates = ChatTemplates(chat_template) if chat_template is not None else _chat_templates_in(files)
+    templates = ChatTemplates(chat_template) if chat_template is not None else _find_chat_templates(files)
     if base is not None:
-        sizes = base.sizes()
+        sizes = base.list_sizes()
         same = not files or (
             TOKENIZER_FILE in sizes and json.loads(files[TOKENIZER_FILE]) == json.loads(base.read(TOKENIZER_FILE))
         )
@@ -165,11 +165,11 @@ def tokenizer_files(
             "eos_token": find_end_token(tokenizer),
             "model_max_length": max_positions,
         }
-        files[TOKENIZER_CONFIG] = _json(settings)
+        files[TOKENIZER_CONFIG] = _encode_json(settings)
     if tokenizer is not None:  # with the tokens that only the other files of its folder add
         files[TOKENIZER_FILE] = write_tokenizer(tokenizer)[TOKENIZER_FILE].encode()
     if templates == ChatTemplates():
-        templates = _chat_templates_in(files)
+        templates = _find_chat_templates(files)
     if TOKENIZER_FILE in files and templates != ChatTemplates():  # of several places `transformers` reads only one
         templates.replace_in(files)
     return files
@@ -178,11 +178,11 @@ def tokenizer_files(
 def list_tokenizer_files(source: WeightsSource) -> list[str]:
     """Return the names of the files of a fast tokenizer in a folder of weights."""
     folder = PurePosixPath(TOOL_TEMPLATE_FILE).parent
-    present = {*source.sizes(), *(str(folder / name) for name in source.sizes(str(folder)))}
+    present = {*source.list_sizes(), *(str(folder / name) for name in source.list_sizes(str(folder)))}
     return [name for name in TOKENIZER_NAMES if name in present]
 
 
-def _chat_templates_in(files: dict[str, bytes]) -> ChatTemplates:
+def _find_chat_templates(files: dict[str, bytes]) -> ChatTemplates:
     return read_chat_templates(files, json.loads(files.get(TOKENIZER_CONFIG, b"{}")))
 
 
@@ -197,15 +197,15 @@ def check_tokenizer(tokenizer: Path, vocabulary: int) -> None:
         )
 
 
-def _token_ids(files: dict[str, bytes]) -> dict[str, int]:
+def _find_token_ids(files: dict[str, bytes]) -> dict[str, int]:
     """Return the ids of the special tokens in the tokenizer's settings, as `eos_token_id`."""
     if TOKENIZER_FILE not in files:
         return {}
     named = json.loads(files.get(_SPECIAL_NAMES, b"{}")) | json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
-    ids = {text: number for number, text in vocabulary_in(files[TOKENIZER_FILE]).items()}
-    texts = {name: token_text(named.get(name)) for name in _NAMED}
+    ids = {text: number for number, text in read_vocabulary(files[TOKENIZER_FILE]).items()}
+    texts = {name: read_token_text(named.get(name)) for name in _NAMED}
     return {f"{name}_id": int(ids[text]) for name, text in texts.items() if text is not None and text in ids}
 
 
-def _json(document: dict[str, Any]) -> bytes:
+def _encode_json(document: dict[str, Any]) -> bytes:
     return (json.dumps(document, indent=2) + "\n").encode()

@@ -25,7 +25,7 @@ from trainium_trainer.artifacts.manifest import PLAN_NAME, UNFINISHED, WritePlan
 from trainium_trainer.artifacts.store import ArtifactStore
 from trainium_trainer.artifacts.writer import compute_on_first_rank, is_free, read_manifest, write_artifact
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
-from trainium_trainer.checkpoint.root.metrics_copy import records_folder
+from trainium_trainer.checkpoint.root.metrics_copy import find_records_folder
 from trainium_trainer.checkpoint.root.selection import explain_damage
 from trainium_trainer.checkpoint.root.survey import CommittedCheckpoint, survey
 from trainium_trainer.peers import Peers
@@ -61,7 +61,7 @@ class _BackgroundProgress:
         self._heartbeat()
 
 
-def artifact_kinds(config: TrainingConfig) -> tuple[ArtifactKind, ...]:
+def list_artifact_kinds(config: TrainingConfig) -> tuple[ArtifactKind, ...]:
     """Return the artifacts that the run writes; `Adapter` is for LoRA only."""
     lora = config.tuning.method is TuningMethod.LORA
     kinds = config.artifacts.kinds
@@ -72,7 +72,7 @@ def artifact_kinds(config: TrainingConfig) -> tuple[ArtifactKind, ...]:
     return tuple(kind for kind in dict.fromkeys(kinds) if lora or kind is not ArtifactKind.ADAPTER)
 
 
-def artifacts_root(config: TrainingConfig, checkpoint_root: str) -> str:
+def find_artifacts_root(config: TrainingConfig, checkpoint_root: str) -> str:
     """Return the root folder of the artifacts."""
     return config.artifacts.path or f"{checkpoint_root.rstrip('/')}/{DEFAULT_FOLDER}"
 
@@ -94,7 +94,7 @@ def write_artifacts(
     later start, with any number of ranks, continues an interrupted one. Raises UserError if the checkpoint or the base
     cannot be used, StorageError if a store fails.
     """
-    kinds = artifact_kinds(config)
+    kinds = list_artifact_kinds(config)
     if not kinds:
         return ()
     progress.enter_stage(RunStage.EXPORT)
@@ -113,11 +113,11 @@ def write_artifacts(
             base=base,
             seed=config.seed,
             tokenizer=tokenizer,
-            records=records_folder(config.checkpoint),
+            records=find_records_folder(config.checkpoint),
         )
         for number, kind in enumerate(kinds):
             artifact_plan = inputs.plan_artifact(kind, config.artifacts.precision)
-            root = artifacts_root(config, checkpoint_root)
+            root = find_artifacts_root(config, checkpoint_root)
             find = partial(_find_folder, root, kind, step, artifact_plan.identity, retry)
             folder = compute_on_first_rank(peers, find)
             manifest = write_artifact(
@@ -140,7 +140,7 @@ def write_artifacts(
     return tuple(reports)
 
 
-def milestone_hook(
+def create_milestone_hook(
     config: TrainingConfig,
     mesh: MeshCoordinates,
     progress: ProgressWriter,
@@ -149,7 +149,7 @@ def milestone_hook(
     tokenizer: Path,
 ) -> AfterMilestone | None:
     """Return the hook that writes a milestone's artifacts in the background, on all ranks; None without artifacts."""
-    if not config.artifacts.at_milestones or not artifact_kinds(config):
+    if not config.artifacts.at_milestones or not list_artifact_kinds(config):
         return None
 
     def write(_: int, group: ProcessGroup | None, heartbeat: Callable[[], None]) -> None:
@@ -174,10 +174,10 @@ def write_milestones(
     killed after a milestone. For others it is unknown whether artifacts were never written or were deleted. Raises the
     errors of `write_artifacts`.
     """
-    if not config.artifacts.at_milestones or not artifact_kinds(config):
+    if not config.artifacts.at_milestones or not list_artifact_kinds(config):
         return
     root, retry, background = config.checkpoint.path, Retry(), _BackgroundProgress(progress, heartbeat)
-    output_root = artifacts_root(config, root)
+    output_root = find_artifacts_root(config, root)
     for step in compute_on_first_rank(peers, lambda: _find_incomplete_milestones(root, output_root, retry)):
         write_artifacts(config, root, step, peers, background, base=base, tokenizer=tokenizer, retry=retry)
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=MessageModel)
 
 
-def unwritable_error(error: OSError, where: str) -> StorageError:
+def create_write_error(error: OSError, where: str) -> StorageError:
     """Return the error for an artifact that cannot be written."""
     if error.errno in FULL:
         advice = "free space and start again, what is complete is not written again"
@@ -44,7 +44,7 @@ class ArtifactStore:
 
     def run(self, action: Callable[[], T]) -> T:
         """Return the result of an access."""
-        return self._retry.run(action, self.location, unwritable_error)
+        return self._retry.run(action, self.location, create_write_error)
 
     def list(self, folder: str = "") -> list[Entry]:
         """Return the entries of a folder, sorted; empty if it does not exist."""

@@ -27,7 +27,7 @@ from trainium_trainer.artifacts.manifest import (
     ArtifactManifest,
     WritePlan,
     describe_file,
-    receipt_name,
+    format_receipt_name,
 )
 from trainium_trainer.exits import UserError
 
@@ -85,7 +85,7 @@ def write_artifact(
     if started.done is not None:
         heartbeat(1.0)
         return started.done
-    files = writer.files(started.writers)
+    files = writer.write_files(started.writers)
     missing = [file for file in files if file.name not in started.receipts]
     written = gather_results(peers, lambda: writer.write(missing[peers.rank :: peers.size]))
     receipts = started.receipts | {entry.name: entry for entries in written for entry in entries}
@@ -147,7 +147,7 @@ class _Writer:
         self._store = store
         self._heartbeat = heartbeat
 
-    def files(self, writers: int) -> tuple[PlannedFile, ...]:
+    def write_files(self, writers: int) -> tuple[PlannedFile, ...]:
         """Return the data files."""
         artifact_plan = self._artifact_plan
         return plan_files(
@@ -177,9 +177,11 @@ class _Writer:
             store.write(PLAN_NAME, text)
             return _FolderState(writers)
         whole = [
-            file for file in self.files(plan.writers) if file.name in stored and stored[file.name].size == file.size
+            file
+            for file in self.write_files(plan.writers)
+            if file.name in stored and stored[file.name].size == file.size
         ]
-        receipts = [store.read_message(receipt_name(file.name), ArtifactFile) for file in whole]
+        receipts = [store.read_message(format_receipt_name(file.name), ArtifactFile) for file in whole]
         return _FolderState(plan.writers, {receipt.name: receipt for receipt in receipts if receipt is not None})
 
     def write(self, files: Sequence[PlannedFile]) -> list[ArtifactFile]:
@@ -196,7 +198,7 @@ class _Writer:
             entry = self._store.run(
                 functools.partial(write_file, self._store.storage, file, self._artifact_plan.rows, heartbeat)
             )
-            self._store.write(receipt_name(file.name), entry.model_dump_json(by_alias=True).encode())
+            self._store.write(format_receipt_name(file.name), entry.model_dump_json(by_alias=True).encode())
             written.append(entry)
         return written
 

@@ -158,7 +158,7 @@ class Backend(Protocol):
         """Add the gradients of the batch's summed loss; `last` marks the final micro-batch of the step. Collective."""
         ...
 
-    def totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
+    def sum_totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
         """Sum tokens, stop requests and votes over the job. Collective."""
         ...
 
@@ -177,7 +177,7 @@ class Backend(Protocol):
         """
         ...
 
-    def reference_log_probs(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
+    def compute_reference_log_probs(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
         """Return the log-probabilities of the answers of pairs, of all rows one after another, float32 on the CPU.
 
         They are computed with the weights of the state, without adapters; NaN on ranks that do not compute them. Every
@@ -185,7 +185,7 @@ class Backend(Protocol):
         """
         ...
 
-    def parameter_norm(self) -> float:
+    def compute_parameter_norm(self) -> float:
         """Return the norm of all parameters of the model. Call it only between two steps. Collective."""
         ...
 

@@ -25,7 +25,7 @@ def choose_backend(choice: BackendChoice, device: DeviceChoice = DeviceChoice.AU
 
     Auto selects Nxd if its packages are installed, TorchNeuron is not, and no other device is configured.
     """
-    missing = requirements.missing_packages()
+    missing = requirements.find_missing_packages()
     if choice is BackendChoice.NXD and missing:
         raise UserError(requirements.cannot_be_imported(" and ".join(missing)))
     if choice is BackendChoice.AUTO:

@@ -51,7 +51,7 @@ def pick_device(
         _refuse_more_ranks_than(neuron.device_count(), local_rank, "Neuron cores")
         return torch.device("neuron", local_rank)
     if choice is DeviceChoice.NEURON:
-        raise UserError(_neuron_is_missing("device is Neuron", installed=neuron is not None))
+        raise UserError(_is_neuron_missing("device is Neuron", installed=neuron is not None))
     if torch.cuda.is_available():
         _refuse_more_ranks_than(torch.cuda.device_count(), local_rank, "CUDA devices")
         return torch.device("cuda", local_rank)
@@ -62,11 +62,11 @@ def pick_device(
             "GPU and its driver, install a CUDA build of torch (https://pytorch.org/get-started), or set device to Cpu"
         )
     if any(devices.glob(DEVICE_FILES)):
-        raise UserError(_neuron_is_missing("this node has Neuron devices", installed=neuron is not None))
+        raise UserError(_is_neuron_missing("this node has Neuron devices", installed=neuron is not None))
     return torch.device("cpu")
 
 
-def _neuron_is_missing(premise: str, *, installed: bool) -> str:
+def _is_neuron_missing(premise: str, *, installed: bool) -> str:
     if installed:
         return (
             f"{premise}, but TorchNeuron finds no core that it can use: look at neuron-ls, give the worker "

@@ -63,7 +63,7 @@ def _format_degrees(numbers: list[int]) -> str:
     )
 
 
-def rank_coordinates(rank: int, *, dp_size: int, tp_size: int) -> tuple[int, int, int]:
+def find_coordinates(rank: int, *, dp_size: int, tp_size: int) -> tuple[int, int, int]:
     """Return the pipeline, data x context and tensor rank of a rank of the world."""
     replica, tp_rank = divmod(rank, tp_size)
     return (*divmod(replica, dp_size), tp_rank)
@@ -92,7 +92,7 @@ def create_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceM
         subgroup: ProcessGroup = device_mesh.get_group(name)
         return subgroup
 
-    pp_rank, dp_rank, tp_rank = rank_coordinates(launch.rank, dp_size=sizes["dp"], tp_size=sizes["tp"])
+    pp_rank, dp_rank, tp_rank = find_coordinates(launch.rank, dp_size=sizes["dp"], tp_size=sizes["tp"])
     mesh = Mesh(
         rank=launch.rank,
         world_size=launch.world_size,
@@ -108,14 +108,14 @@ def create_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceM
         pp=group("pp"),
         dp=group("dp"),
         tp=group("tp"),
-        cp=_context_group(launch.world_size, context, sizes["tp"]) if context > 1 else None,
+        cp=_create_context_group(launch.world_size, context, sizes["tp"]) if context > 1 else None,
         cp_rank=dp_rank % context,
         cp_size=context,
     )
     return mesh, device_mesh
 
 
-def _context_group(world_size: int, context: int, tensor: int) -> ProcessGroup:
+def _create_context_group(world_size: int, context: int, tensor: int) -> ProcessGroup:
     """Create this rank's context-parallel group, in which gathers do not wait for sums of gradients. Collective."""
     ranks = torch.arange(world_size).view(-1, context, tensor).transpose(1, 2).reshape(-1, context).tolist()
     subgroups: tuple[ProcessGroup, Any] = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]

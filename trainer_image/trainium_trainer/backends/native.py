@@ -31,15 +31,15 @@ from trainium_trainer.backends.torch_compile import compile_layers
 from trainium_trainer.checkpoint.format.live_state import to_local
 from trainium_trainer.data.loader import trim_padding
 from trainium_trainer.models.dropout import sample_keys
-from trainium_trainer.models.initialization import initial_slice
+from trainium_trainer.models.initialization import draw_initial_slice
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.lora import adapters_disabled
-from trainium_trainer.models.loss import ChunkedLoss, loss_sum, token_losses
-from trainium_trainer.models.preference_loss import answer_log_probs, preference_loss
-from trainium_trainer.models.stages import canonical_parameters
+from trainium_trainer.models.lora import disable_adapters
+from trainium_trainer.models.loss import ChunkedLoss, compute_loss_sum, compute_token_losses
+from trainium_trainer.models.preference_loss import answer_log_probs, compute_preference_loss
+from trainium_trainer.models.stages import list_canonical_parameters
 from trainium_trainer.monitor.step_metrics import Rewards
-from trainium_trainer.tuning.apply import apply_tuning, initial_adapter
-from trainium_trainer.tuning.trainable import MAGNITUDE, adapted_module, is_adapter, is_reference_in_model
+from trainium_trainer.tuning.apply import apply_tuning, draw_initial_adapter
+from trainium_trainer.tuning.trainable import MAGNITUDE, find_adapted_module, is_adapter, is_reference_in_model
 from trainium_worker.pulse import Pulse
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class NativeBackend:
             division = SequenceDivision(
                 self.mesh.cp, self.mesh.cp_rank, self.mesh.cp_size, self._config.data.sequence_length
             )
-            self._token_positions = division.token_positions()
+            self._token_positions = division.find_token_positions()
             for model in self._models:
                 apply_context_parallel(model, division)
         for model in self._models:
@@ -154,12 +154,12 @@ class NativeBackend:
             stage=self.mesh.pp_rank,
             num_stages=self.mesh.pp_size,
             length=self._config.data.sequence_length,
-            hidden_dtype=self._hidden_dtype(),
+            hidden_dtype=self._find_hidden_dtype(),
         )
         self._nonfinite.watch(stage)
         return stage
 
-    def _hidden_dtype(self) -> torch.dtype:
+    def _find_hidden_dtype(self) -> torch.dtype:
         """Return the type of the residual stream: autocast leaves it in float32."""
         narrow = self._config.precision is not Precision.FLOAT32 and not self._uses_autocast
         return torch.bfloat16 if narrow else torch.float32
@@ -179,7 +179,7 @@ class NativeBackend:
             part=length // self.mesh.tp_size if config.parallelism.sequence else length,
             hidden=self._shape.hidden_size,
             vocabulary=self._shape.vocab_size // self.mesh.tp_size,
-            hidden_dtype=self._hidden_dtype(),
+            hidden_dtype=self._find_hidden_dtype(),
             logits=torch.float32 if config.precision is Precision.FLOAT32 else torch.bfloat16,
         )
         return Pipeline(
@@ -187,32 +187,32 @@ class NativeBackend:
             self.mesh,
             shapes,
             micro_batches=self._passes,
-            loss=self._loss_of_target,
-            keys=self._dropout_keys,
+            loss=self._compute_target_loss,
+            keys=self._create_dropout_keys,
         )
 
     @torch.no_grad()
     def load_frozen(self, base: BaseWeights) -> None:
         """See `Backend.load_frozen`; only this rank's boxes are read."""
-        for parameter in self._store.frozen():
+        for parameter in self._store.iterate_frozen():
             base.fill(parameter.name, parameter.box.offsets, parameter.local)
 
     @torch.no_grad()
     def initialize(self, seed: int, base: BaseWeights | None = None, adapter: AdapterWeights | None = None) -> None:
         """See `Backend.initialize`; the CPU draws this rank's part of the initial values."""
-        for parameter in self._store.parameters():
+        for parameter in self._store.iterate_parameters():
             name, local, box = parameter.name, parameter.local, parameter.box
             if adapter is not None and name in adapter.names:
                 adapter.fill(name, box.offsets, local)
             elif name.endswith(f".{MAGNITUDE}.weight"):
                 assert base is not None
-                local.copy_(base.row_norms(f"{adapted_module(name)}.weight", box.offsets[0], box.sizes[0]))
+                local.copy_(base.compute_row_norms(f"{find_adapted_module(name)}.weight", box.offsets[0], box.sizes[0]))
             elif is_adapter(name):
-                local.copy_(parameter.slice_whole(initial_adapter(name, parameter.size, seed)))
+                local.copy_(parameter.slice_whole(draw_initial_adapter(name, parameter.size, seed)))
             elif base is not None:
                 base.fill(name, box.offsets, local)
             else:
-                local.copy_(initial_slice(name, box.offsets, box.sizes, seed=seed, shape=self._shape))
+                local.copy_(draw_initial_slice(name, box.offsets, box.sizes, seed=seed, shape=self._shape))
 
     def is_equal_on_all_ranks(self, value: int) -> bool:
         """Return whether all ranks passed the same number, by the maxima of it and of its negative. Collective."""
@@ -221,12 +221,12 @@ class NativeBackend:
             dist.all_reduce(pair, dist.ReduceOp.MAX)
         return int(pair[0]) == -int(pair[1])
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def _open_autocast(self) -> AbstractContextManager[Any]:
         if self._uses_autocast:
             return torch.autocast(self._device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
-    def _local_part(self, batch: MicroBatch) -> MicroBatch:
+    def _take_local_part(self, batch: MicroBatch) -> MicroBatch:
         """Return this rank's part of a micro-batch, which still counts all tokens."""
         if self._token_positions is None:
             return (
@@ -250,7 +250,7 @@ class NativeBackend:
 
     def accumulate(self, batch: MicroBatch, *, last: bool) -> None:
         """Run forward and backward of the summed loss."""
-        batch = self._local_part(batch)
+        batch = self._take_local_part(batch)
         self._tokens += batch.valid_tokens
         self._divisor += batch.divisor
         if self._pipeline is not None:
@@ -258,10 +258,10 @@ class NativeBackend:
             if last:
                 self._run_pipeline(self._pipeline)
             return
-        references = self._references(batch)
+        references = self._find_references(batch)
         self._store.begin_backward(1 if last else 0)
-        with self._pulse_context(), self._autocast():
-            loss = self._forward(batch, samples=self._dropout_keys(batch), references=references)
+        with self._pulse_context(), self._open_autocast():
+            loss = self._forward(batch, samples=self._create_dropout_keys(batch), references=references)
             loss.backward()  # type: ignore[no-untyped-call]
         self._store.accumulate()
         self._losses.append(to_local(loss))
@@ -279,21 +279,23 @@ class NativeBackend:
     def _sum_of_pair_losses(self, logits: Tensor, labels: Tensor, answers: Tensor, references: Tensor) -> Tensor:
         """Return the summed loss of pairs of answers, and record their rewards."""
         assert self._config.tuning.objective is not None
-        losses = token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
-        result = preference_loss(self._config.tuning.objective, losses, labels, answers=answers, references=references)
+        losses = compute_token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
+        result = compute_preference_loss(
+            self._config.tuning.objective, losses, labels, answers=answers, references=references
+        )
         self._rewards.append(result.rewards)
         return result.loss
 
-    def _loss_of_target(self, logits: Tensor, target: Tensor) -> Tensor:
+    def _compute_target_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the summed loss of a pipeline's micro-batch, or record the requested log-probabilities."""
         if self._config.tuning.objective is None:
-            return loss_sum(logits, target, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
+            return compute_loss_sum(logits, target, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
         from trainium_trainer.backends.pipeline import unpack_target  # noqa: PLC0415 - imported by now
 
         labels, answers, references = unpack_target(target)
         if self._log_probs is None:
             return self._sum_of_pair_losses(logits, labels, answers, references)
-        losses = token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
+        losses = compute_token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
         self._log_probs.append(answer_log_probs(losses, labels, answers))
         return losses.sum()
 
@@ -305,30 +307,33 @@ class NativeBackend:
         output: Tensor = self._models[0](inputs, length=length, positions=positions, samples=samples, loss=loss)
         return output
 
-    def _references(self, batch: MicroBatch) -> Tensor | None:
+    def _find_references(self, batch: MicroBatch) -> Tensor | None:
         """Return the log-probabilities of a micro-batch's answers by the reference model, where rows are pairs."""
         if batch.pairs is None:
             return None
         if is_reference_in_model(self._config.tuning):
-            return self._reference_log_probs(batch)
+            return self._compute_batch_log_probs(batch)
         return batch.pairs.references.to(self._device)
 
-    def reference_log_probs(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """See `Backend.reference_log_probs`."""
+    def compute_reference_log_probs(self, batches: Iterable[MicroBatch]) -> Tensor:
+        """See `Backend.compute_reference_log_probs`."""
         if self._pipeline is not None:
-            joined = [self._pipeline_log_probs(self._pipeline, batch) for batch in self._pipeline.join_batches(batches)]
+            joined = [
+                self._compute_pipeline_log_probs(self._pipeline, batch)
+                for batch in self._pipeline.join_batches(batches)
+            ]
         else:
-            joined = [self._reference_log_probs(batch) for batch in map(self._local_part, batches)]
-        self._store.after_evaluation()
+            joined = [self._compute_batch_log_probs(batch) for batch in map(self._take_local_part, batches)]
+        self._store.free_evaluation_memory()
         return torch.cat(joined).cpu()
 
     @torch.no_grad()
-    def _reference_log_probs(self, batch: MicroBatch) -> Tensor:
+    def _compute_batch_log_probs(self, batch: MicroBatch) -> Tensor:
         """Return the log-probabilities of a micro-batch's answers by the model without its adapters."""
         assert batch.pairs is not None
-        with self._pulse_context(), self._autocast(), adapters_disabled(self._models[0]):
+        with self._pulse_context(), self._open_autocast(), disable_adapters(self._models[0]):
             logits, labels = self._run_model(batch), batch.labels.to(self._device)
-            losses = token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
+            losses = compute_token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
         return answer_log_probs(losses, labels, batch.pairs.answers.to(self._device))
 
     @property
@@ -336,7 +341,7 @@ class NativeBackend:
         """Return the size of the vocabulary without padding."""
         return self._shape.vocab_size - self._shape.vocab_padding
 
-    def _dropout_keys(self, batch: MicroBatch) -> Tensor | None:
+    def _create_dropout_keys(self, batch: MicroBatch) -> Tensor | None:
         """Return the keys of the samples for dropout; None without dropout."""
         tuning = self._config.tuning
         if tuning.method is not TuningMethod.LORA or not tuning.lora.dropout:
@@ -351,34 +356,34 @@ class NativeBackend:
     def _run_pipeline(self, pipeline: Pipeline) -> None:
         """Run forward and backward of all micro-batches of the step."""
         batches, self._pipeline_batches = self._pipeline_batches, []
-        (batch,) = map(self._with_references, pipeline.join_batches(batches))
+        (batch,) = map(self._add_references, pipeline.join_batches(batches))
         self._store.begin_backward(len(batches))
-        with self._pulse.work_with_collectives, self._autocast():
+        with self._pulse.work_with_collectives, self._open_autocast():
             self._losses += pipeline.run(batch)
         self._store.accumulate()
 
-    def _with_references(self, batch: MicroBatch) -> MicroBatch:
+    def _add_references(self, batch: MicroBatch) -> MicroBatch:
         """Add the reference log-probabilities to a pipeline's batch, if this model also is the reference."""
         if self._pipeline is None or batch.pairs is None or not is_reference_in_model(self._config.tuning):
             return batch
-        log_probs = self._pipeline_log_probs(self._pipeline, batch)
+        log_probs = self._compute_pipeline_log_probs(self._pipeline, batch)
         return replace(batch, pairs=replace(batch.pairs, references=log_probs.cpu()))
 
-    def _pipeline_log_probs(self, pipeline: Pipeline, batch: MicroBatch) -> Tensor:
+    def _compute_pipeline_log_probs(self, pipeline: Pipeline, batch: MicroBatch) -> Tensor:
         """Return the log-probabilities of the answers by the stages without adapters; NaN except on the last rank."""
         self._log_probs = []
         with contextlib.ExitStack() as stack:
             for model in self._models:
-                stack.enter_context(adapters_disabled(model))
-            with self._pulse.work_with_collectives, self._autocast():
+                stack.enter_context(disable_adapters(model))
+            with self._pulse.work_with_collectives, self._open_autocast():
                 pipeline.evaluate(batch)
         log_probs, self._log_probs = self._log_probs, None
         return torch.cat(log_probs) if log_probs else torch.full((len(batch.inputs),), math.nan)
 
-    def totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
-        """See `Backend.totals`: one small all-reduce; one rank contributes loss and tokens of a data-parallel share."""
+    def sum_totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
+        """See `Backend.sum_totals`: one small all-reduce; one rank of a data-parallel share contributes loss and tokens."""
         self._own_loss = _sum(self._losses)
-        contribution = self._zero_unless_counted(self._own_loss, self._tokens, self._divisor, *self._reward_sums())
+        contribution = self._zero_unless_counted(self._own_loss, self._tokens, self._divisor, *self._sum_rewards())
         values = torch.tensor([*contribution, stop, memory_ends, vote], dtype=torch.float64)
         if self.mesh.world_size > 1:
             with self._pulse.waiting_for_peers:
@@ -399,7 +404,7 @@ class NativeBackend:
         """Return a loss and counts of this rank, zero if another rank contributes them."""
         return [loss * self.mesh.counts_loss, *(count * self.mesh.counts_tokens for count in counts)]
 
-    def _reward_sums(self) -> list[float]:
+    def _sum_rewards(self) -> list[float]:
         """Return the sums of this rank's pairs since the last call; empty if rows are not pairs."""
         if self._config.tuning.objective is None:
             return []
@@ -407,9 +412,9 @@ class NativeBackend:
         return torch.stack(rewards).cpu().double().sum(0).tolist() if rewards else [0.0, 0.0, 0.0]
 
     def step(self, *, divisor: int, learning_rate: float, clip_norm: float) -> StepOutcome:
-        """See `Backend.step`; the loss was summed by `totals`."""
+        """See `Backend.step`; the loss was summed by `sum_totals`."""
         loss = self._loss_sum / divisor if divisor else math.nan
-        outcome = StepOutcome(loss, self._gradient_norm(max(divisor, 1)))
+        outcome = StepOutcome(loss, self._compute_gradient_norm(max(divisor, 1)))
         if outcome.applied:
             clip = min(1.0, clip_norm / (outcome.gradient_norm + 1e-6))
             self._update(learning_rate=learning_rate, gradient_scale=clip / divisor)
@@ -417,7 +422,9 @@ class NativeBackend:
             self._update(learning_rate=learning_rate, gradient_scale=1.0)
         elif math.isfinite(loss):
             ranks = self._nonfinite.find_gradient_origins(own_are_finite=self._store.has_finite_own_gradients())
-            names = (name for name in self._trained_names() if not self._store.gradient(name).isfinite().all())
+            names = (
+                name for name in self._list_trained_names() if not self._store.find_gradient(name).isfinite().all()
+            )
             outcome = replace(outcome, nonfinite_parameters=tuple(names), nonfinite_ranks=ranks)
         else:
             outcome = replace(outcome, nonfinite_ranks=self._nonfinite.find_loss_origins(self._own_loss))
@@ -425,23 +432,23 @@ class NativeBackend:
         self._nonfinite.clear()
         return outcome
 
-    def _trained_names(self) -> list[str]:
+    def _list_trained_names(self) -> list[str]:
         """Return the names of this rank's parameters with gradients, from input to output."""
-        parameters = [item for model in self._models for item in canonical_parameters(model)]
+        parameters = [item for model in self._models for item in list_canonical_parameters(model)]
         return [name for name, parameter in parameters if parameter.requires_grad]
 
-    def _gradient_norm(self, divisor: int) -> float:
+    def _compute_gradient_norm(self, divisor: int) -> float:
         """Return the gradient norm over all divided values, each counted once."""
         with self._pulse.waiting_for_peers:
             self._store.reduce()
             self._sum_tied_embedding()
-        return self._norm(self._store.square_sums()) / divisor
+        return self._reduce_norm(self._store.square_sums()) / divisor
 
-    def parameter_norm(self) -> float:
-        """See `Backend.parameter_norm`."""
-        return self._norm(self._store.weight_square_sums())
+    def compute_parameter_norm(self) -> float:
+        """See `Backend.compute_parameter_norm`."""
+        return self._reduce_norm(self._store.sum_weight_squares())
 
-    def _norm(self, square_sums: tuple[float, float]) -> float:
+    def _reduce_norm(self, square_sums: tuple[float, float]) -> float:
         """Return the norm over all ranks of the store's divided and repeated values."""
         sums = torch.tensor(square_sums, dtype=torch.float64)
         with self._pulse.waiting_for_peers:
@@ -459,17 +466,17 @@ class NativeBackend:
         """Sum the gradients of a weight that the first and the last stage share."""
         if self.mesh.pp is None or not self._shape.tie_embeddings or 0 < self.mesh.pp_rank < self.mesh.pp_size - 1:
             return
-        if EMBEDDING not in self._trained_names():
+        if EMBEDDING not in self._list_trained_names():
             return
         from trainium_trainer.backends.pipeline import sum_tied_gradient  # noqa: PLC0415 - imported by now
 
-        sum_tied_gradient(self._store.gradient(EMBEDDING), self.mesh)
+        sum_tied_gradient(self._store.find_gradient(EMBEDDING), self.mesh)
 
     def _update(self, *, learning_rate: float, gradient_scale: float) -> None:
         """Update this rank's part of the state."""
         self._store.step += 1
         find_update(self._config.optimizer.kind)(
-            self._store.slots(),
+            self._store.iterate_slots(),
             self._config.optimizer,
             step=int(self._store.step),
             learning_rate=learning_rate,
@@ -485,19 +492,19 @@ class NativeBackend:
         losses: list[Tensor] = []
         divisor = 0
         if self._pipeline is not None:
-            for batch in map(self._with_references, self._pipeline.join_batches(map(self._local_part, batches))):
-                with self._pulse.work_with_collectives, self._autocast():
+            for batch in map(self._add_references, self._pipeline.join_batches(map(self._take_local_part, batches))):
+                with self._pulse.work_with_collectives, self._open_autocast():
                     losses += self._pipeline.evaluate(batch)
                 divisor += batch.divisor
         else:
-            for batch in map(self._local_part, batches):
-                references = self._references(batch)
-                with self._pulse_context(), self._autocast():
+            for batch in map(self._take_local_part, batches):
+                references = self._find_references(batch)
+                with self._pulse_context(), self._open_autocast():
                     losses.append(to_local(self._forward(batch, references=references)))
                 divisor += batch.divisor
-        self._store.after_evaluation()
+        self._store.free_evaluation_memory()
         values = torch.tensor(
-            self._zero_unless_counted(_sum(losses), divisor, *self._reward_sums()), dtype=torch.float64
+            self._zero_unless_counted(_sum(losses), divisor, *self._sum_rewards()), dtype=torch.float64
         )
         if self.mesh.world_size > 1:
             with self._pulse.waiting_for_peers:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from trainium_trainer.backends.mesh import rank_coordinates
+from trainium_trainer.backends.mesh import find_coordinates
 from trainium_trainer.checkpoint.format.live_state import to_local
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class NonfiniteOrigins:
         by_share: dict[int, list[tuple[int, int]]] = {}
         for rank, marked in enumerate(marks.tolist()):
             if marked:
-                _, part, _ = rank_coordinates(rank, dp_size=mesh.dp_size, tp_size=mesh.tp_size)
+                _, part, _ = find_coordinates(rank, dp_size=mesh.dp_size, tp_size=mesh.tp_size)
                 by_share.setdefault(part // mesh.cp_size, []).append((marked, rank))
         chosen = {share: choose(marked)[0] for share, marked in by_share.items()}
         return tuple(

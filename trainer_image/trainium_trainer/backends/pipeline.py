@@ -52,7 +52,7 @@ class StageShapes:
     """The type of hidden states between stages."""
     logits: torch.dtype
 
-    def empty_input(self, stage: int) -> Tensor:
+    def create_empty_input(self, stage: int) -> Tensor:
         """Return a tensor without values like the input of a stage."""
         if stage == 0:
             return torch.empty(self.samples, self.length, dtype=torch.int64, device="meta")
@@ -60,10 +60,10 @@ class StageShapes:
             self.samples, self.part, self.hidden, dtype=self.hidden_dtype, device="meta", requires_grad=True
         )
 
-    def empty_output(self, *, last: bool) -> Tensor:
+    def create_empty_output(self, *, last: bool) -> Tensor:
         """Return a tensor without values like the output of a stage."""
         if not last:
-            return self.empty_input(1)
+            return self.create_empty_input(1)
         return torch.empty(
             self.samples, self.length, self.vocabulary, dtype=self.logits, device="meta", requires_grad=True
         )
@@ -96,8 +96,8 @@ class Pipeline:
             mesh.pp_rank,
             mesh.pp_size,
             mesh.device,
-            input_args=shapes.empty_input(mesh.pp_rank),
-            output_args=shapes.empty_output(last=self._is_last),
+            input_args=shapes.create_empty_input(mesh.pp_rank),
+            output_args=shapes.create_empty_output(last=self._is_last),
             group=mesh.pp,
         )
         # Elastic training changes the number of micro-batches, so too few for 1F1B are no error of the configuration.

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trainium_contract.trainer.parallelism import Recompute
 from trainium_trainer.models.llama import Linear
-from trainium_trainer.models.stages import present_layers
+from trainium_trainer.models.stages import list_present_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,16 +44,16 @@ def apply_recompute(model: Llama, mode: Recompute) -> None:
     """Recompute the activations of every layer of a model or a stage; call this before FSDP is applied."""
     if mode is Recompute.NONE:
         return
-    for layer in present_layers(model):
+    for layer in list_present_layers(model):
         # Dropout needs no generator, so no state of random numbers is kept.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if mode is Recompute.SELECTIVE:
             products = sum(isinstance(module, Linear) for module in layer.modules())
             options["context_fn"] = functools.partial(_create_contexts, products)
-        layer.forward = _with_recompute(layer.forward, options)  # type: ignore[method-assign]
+        layer.forward = _wrap_with_recompute(layer.forward, options)  # type: ignore[method-assign]
 
 
-def _with_recompute(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
+def _wrap_with_recompute(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
     """Return a plain function, because torch.compile would skip a partial function of torch."""
 
     def run(*inputs: Any) -> Tensor:

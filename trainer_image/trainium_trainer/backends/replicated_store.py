@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from trainium_trainer.backends.optimizers import Slot
 from trainium_trainer.backends.state_store import LocalParameter, Split, StateStore, square_sum
 from trainium_trainer.checkpoint.format.live_state import is_dtensor, to_local
-from trainium_trainer.models.stages import canonical_parameters, shared_with_first
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, moment, state_name
+from trainium_trainer.models.stages import find_shared_with_first, list_canonical_parameters
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, find_moment, format_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -69,13 +69,15 @@ class ReplicatedStore(StateStore):
         self._tp_rank = tp_rank
         self._half = half
         self._entries, self._ends, total = _plan_buffers(models, tp_rank)
-        self._frozen = _frozen_entries(models, tp_rank)
+        self._frozen = _create_frozen_entries(models, tp_rank)
         dtype = torch.bfloat16 if half else torch.float32
         self._frozen_locals: list[Tensor] = []
-        self._flat = {part: torch.zeros(total, dtype=dtype, device=device) for part in (WEIGHT, *map(moment, moments))}
+        self._flat = {
+            part: torch.zeros(total, dtype=dtype, device=device) for part in (WEIGHT, *map(find_moment, moments))
+        }
         self._gradients = torch.zeros(total, device=device)
         self._adopt(models, device)
-        self._bounds = self._bucket_bounds(total)
+        self._bounds = self._compute_bucket_bounds(total)
         self._slot_bounds = self._split_by_kind(total)
         self._pending = [0] * len(self._bounds)
         self._passes = [0] * len(self._entries)
@@ -92,9 +94,9 @@ class ReplicatedStore(StateStore):
             replacement[id(entry.parameter)] = nn.Parameter(_wrap_like(entry.parameter, local), requires_grad=False)
             self._frozen_locals.append(local)
         for index, entry in enumerate(self._entries):
-            parameter = nn.Parameter(self._view(self._flat[WEIGHT], entry))
+            parameter = nn.Parameter(self._slice_view(self._flat[WEIGHT], entry))
             replacement[id(entry.parameter)] = parameter
-            gradient = self._view(self._gradients, entry)
+            gradient = self._slice_view(self._gradients, entry)
             if not self._half:
                 parameter.grad = gradient
             if self._half or self._dp is not None:
@@ -105,11 +107,11 @@ class ReplicatedStore(StateStore):
                 if old is not None:
                     module.register_parameter(name, replacement[id(old)])
 
-    def _view(self, flat: Tensor, entry: _Entry) -> Tensor:
+    def _slice_view(self, flat: Tensor, entry: _Entry) -> Tensor:
         local = flat[entry.offset : entry.offset + entry.local_size.numel()].view(entry.local_size)
         return _wrap_like(entry.parameter, local)
 
-    def _bucket_bounds(self, total: int) -> list[tuple[int, int]]:
+    def _compute_bucket_bounds(self, total: int) -> list[tuple[int, int]]:
         bounds: list[tuple[int, int]] = []
         if not self._entries:
             return bounds
@@ -185,7 +187,7 @@ class ReplicatedStore(StateStore):
         """Return sums of squares of divided and of repeated gradients, over fixed ranges."""
         return self._square_sums(self._gradients)
 
-    def weight_square_sums(self) -> tuple[float, float]:
+    def sum_weight_squares(self) -> tuple[float, float]:
         """Return the sums of squares of the weights; the gaps between weights are zero."""
         return self._square_sums(self._flat[WEIGHT])
 
@@ -193,12 +195,12 @@ class ReplicatedStore(StateStore):
         divided, repeated = self._ends
         return square_sum(_split_ranges(flat[:divided])), square_sum(_split_ranges(flat[divided:repeated]))
 
-    def gradient(self, name: str) -> Tensor:
-        """See `StateStore.gradient`."""
+    def find_gradient(self, name: str) -> Tensor:
+        """See `StateStore.find_gradient`."""
         entry = next(entry for entry in self._entries if entry.name == name)
         return self._gradients[entry.offset : entry.offset + entry.local_size.numel()]
 
-    def slots(self) -> Iterator[Slot]:
+    def iterate_slots(self) -> Iterator[Slot]:
         """Yield the flat buffers in ranges that keep temporaries small, matrices apart from vectors.
 
         In bfloat16 a range is a parameter, because noise depends on the name: copies of a tied weight have other
@@ -208,12 +210,12 @@ class ReplicatedStore(StateStore):
             for entry in self._entries:
                 values = slice(entry.offset, entry.offset + entry.local_size.numel())
                 key = f"{entry.name}:{self._tp_rank if entry.is_divided else 0}"
-                yield self._slot(values, is_matrix=len(entry.size) > 1, key=key)
+                yield self._create_slot(values, is_matrix=len(entry.size) > 1, key=key)
             return
         for start, end, is_matrix in self._slot_bounds:
-            yield self._slot(slice(start, end), is_matrix=is_matrix)
+            yield self._create_slot(slice(start, end), is_matrix=is_matrix)
 
-    def _slot(self, values: slice, *, is_matrix: bool, key: str = "") -> Slot:
+    def _create_slot(self, values: slice, *, is_matrix: bool, key: str = "") -> Slot:
         weight, *moments = (flat[values] for flat in self._flat.values())
         return Slot(weight, self._gradients[values], tuple(moments), is_matrix, key)
 
@@ -222,31 +224,31 @@ class ReplicatedStore(StateStore):
         self._gradients.zero_()
         self._own_sums.clear()
 
-    def after_evaluation(self) -> None:
+    def free_evaluation_memory(self) -> None:
         """Do nothing: nothing was gathered."""
 
-    def parameters(self) -> Iterator[LocalParameter]:
-        """See `StateStore.parameters`."""
+    def iterate_parameters(self) -> Iterator[LocalParameter]:
+        """See `StateStore.iterate_parameters`."""
         for entry in self._entries:
             end = entry.offset + entry.local_size.numel()
             local = self._flat[WEIGHT][entry.offset : end].view(entry.local_size)
             yield LocalParameter(entry.name, entry.size, local, entry.splits)
 
-    def frozen(self) -> Iterator[LocalParameter]:
-        """See `StateStore.frozen`."""
+    def iterate_frozen(self) -> Iterator[LocalParameter]:
+        """See `StateStore.iterate_frozen`."""
         for entry, local in zip(self._frozen, self._frozen_locals, strict=True):
             yield LocalParameter(entry.name, entry.size, local, entry.splits)
 
     def state_dict(self) -> dict[str, Any]:
         """Return one view per parameter and kind of value."""
         views = {
-            state_name(part, entry.name): self._view(flat, entry)
+            format_state_name(part, entry.name): self._slice_view(flat, entry)
             for part, flat in self._flat.items()
             for entry in self._entries
         }
         return views | {OPTIMIZER_STEP: self.step}
 
-    def local_tensors(self) -> dict[str, Tensor]:
+    def list_local_tensors(self) -> dict[str, Tensor]:
         """Return the flat buffers themselves."""
         return self._flat | {OPTIMIZER_STEP: self.step}
 
@@ -263,13 +265,13 @@ def _plan_buffers(models: Sequence[Llama], tp_rank: int) -> tuple[list[_Entry], 
     Without tensor parallelism all parameters count as divided. In either region vectors come last, so that parameters
     without decay form one range. Parameters that another pipeline stage counts come after both.
     """
-    shared = frozenset[str]().union(*(shared_with_first(model) for model in models))
-    named = [item for model in models for item in canonical_parameters(model)][::-1]
+    shared = frozenset[str]().union(*(find_shared_with_first(model) for model in models))
+    named = [item for model in models for item in list_canonical_parameters(model)][::-1]
     tensor_parallel = any(is_dtensor(parameter) for _, parameter in named)
     placed = []
     for name, parameter in named:
         if parameter.requires_grad:
-            splits = _splits(parameter, tp_rank)
+            splits = _find_splits(parameter, tp_rank)
             placed.append((name, parameter, splits, bool(splits) or not tensor_parallel))
     placed.sort(key=lambda item: (item[0] in shared, not item[3], len(item[1].shape) == 1))
     entries: list[_Entry] = []
@@ -284,23 +286,23 @@ def _plan_buffers(models: Sequence[Llama], tp_rank: int) -> tuple[list[_Entry], 
     return entries, (divided_end, repeated_end), offset
 
 
-def _frozen_entries(models: Sequence[Llama], tp_rank: int) -> list[_Entry]:
+def _create_frozen_entries(models: Sequence[Llama], tp_rank: int) -> list[_Entry]:
     """Return the entries of frozen parameters, which are not in the buffers."""
     return [
         _Entry(name, parameter, parameter.shape, to_local(parameter).shape, -1, bool(splits), splits)
         for model in models
-        for name, parameter in canonical_parameters(model)
+        for name, parameter in list_canonical_parameters(model)
         if not parameter.requires_grad
-        for splits in (_splits(parameter, tp_rank),)
+        for splits in (_find_splits(parameter, tp_rank),)
     ]
 
 
-def _splits(parameter: nn.Parameter, tp_rank: int) -> tuple[Split, ...]:
+def _find_splits(parameter: nn.Parameter, tp_rank: int) -> tuple[Split, ...]:
     """Return the splits by which tensor parallelism takes this rank's part from the whole."""
     if not is_dtensor(parameter):
         return ()
-    placement = _dtensor(parameter).placements[0]
-    return (Split(placement.dim, _dtensor(parameter).device_mesh.size(), tp_rank),) if placement.is_shard() else ()
+    placement = _as_dtensor(parameter).placements[0]
+    return (Split(placement.dim, _as_dtensor(parameter).device_mesh.size(), tp_rank),) if placement.is_shard() else ()
 
 
 def _wrap_like(parameter: nn.Parameter, local: Tensor) -> Tensor:
@@ -311,14 +313,14 @@ def _wrap_like(parameter: nn.Parameter, local: Tensor) -> Tensor:
 
     return DTensor.from_local(
         local,
-        _dtensor(parameter).device_mesh,
-        _dtensor(parameter).placements,
+        _as_dtensor(parameter).device_mesh,
+        _as_dtensor(parameter).placements,
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
     )
 
 
-def _dtensor(parameter: nn.Parameter) -> Any:
+def _as_dtensor(parameter: nn.Parameter) -> Any:
     """Return the parameter with the attributes that only a DTensor has."""
     return parameter

@@ -24,8 +24,8 @@ from trainium_trainer.backends.optimizers import Slot
 from trainium_trainer.backends.state_store import LocalParameter, Split, StateStore, square_sum
 from trainium_trainer.checkpoint.format.live_state import to_local
 from trainium_trainer.models.llama import RMSNorm
-from trainium_trainer.models.stages import canonical_parameters, present_layers, shared_with_first
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, moment, state_name
+from trainium_trainer.models.stages import find_shared_with_first, list_canonical_parameters, list_present_layers
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, find_moment, format_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,7 @@ def apply_sharding(model: Llama, mesh: DeviceMesh, precision: Precision, mode: D
     reshard = mode is DataParallelMode.FULLY_SHARDED
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     mixed = policy if precision is Precision.FLOAT32 else replace(policy, param_dtype=torch.bfloat16)
-    for layer in present_layers(model):
+    for layer in list_present_layers(model):
         if precision is Precision.BFLOAT16:
             for norm in (module for module in layer.modules() if isinstance(module, RMSNorm)):
                 fully_shard(norm, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -122,22 +122,22 @@ class ShardedStore(StateStore):
                     module.set_custom_reduce_scatter(_WatchedReduceScatter(self._own_sums))
         self._models = models
         self._frozen = [
-            LocalParameter(name, parameter.shape, to_local(parameter), _splits(parameter, mesh))
+            LocalParameter(name, parameter.shape, to_local(parameter), _find_splits(parameter, mesh))
             for model in models
-            for name, parameter in canonical_parameters(model)
+            for name, parameter in list_canonical_parameters(model)
             if not parameter.requires_grad
         ]
         self._entries = [
-            _entry(
+            _create_entry(
                 name,
                 parameter,
                 mesh,
                 moments,
-                is_counted=name not in shared_with_first(model),
+                is_counted=name not in find_shared_with_first(model),
                 is_tied=name == EMBEDDING and model.shape.tie_embeddings,
             )
             for model in models
-            for name, parameter in canonical_parameters(model)
+            for name, parameter in list_canonical_parameters(model)
             if parameter.requires_grad
         ]
 
@@ -162,7 +162,7 @@ class ShardedStore(StateStore):
         """Return sums of squares of this rank's shards."""
         return self._square_sums(_Entry.sum)
 
-    def weight_square_sums(self) -> tuple[float, float]:
+    def sum_weight_squares(self) -> tuple[float, float]:
         """Return sums of squares of this rank's shards of the weights."""
         return self._square_sums(lambda entry: to_local(entry.parameter))
 
@@ -177,11 +177,11 @@ class ShardedStore(StateStore):
         sums = self._own_sums or [entry.sum().sum() for entry in self._entries]
         return bool(torch.stack(sums).isfinite().all())
 
-    def gradient(self, name: str) -> Tensor:
-        """See `StateStore.gradient`."""
+    def find_gradient(self, name: str) -> Tensor:
+        """See `StateStore.find_gradient`."""
         return next(entry.sum() for entry in self._entries if entry.name == name)
 
-    def slots(self) -> Iterator[Slot]:
+    def iterate_slots(self) -> Iterator[Slot]:
         """Yield one slot per parameter shard."""
         for entry in self._entries:
             yield Slot(
@@ -201,36 +201,36 @@ class ShardedStore(StateStore):
             if entry.gradient is not None:
                 entry.gradient.zero_()
 
-    def after_evaluation(self) -> None:
+    def free_evaluation_memory(self) -> None:
         """Free the gathered parameters that FSDP keeps for a backward pass; the next update would make them stale."""
         for module in itertools.chain.from_iterable(model.modules() for model in self._models):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def parameters(self) -> Iterator[LocalParameter]:
-        """See `StateStore.parameters`."""
+    def iterate_parameters(self) -> Iterator[LocalParameter]:
+        """See `StateStore.iterate_parameters`."""
         for entry in self._entries:
             yield LocalParameter(entry.name, entry.parameter.shape, to_local(entry.parameter), entry.splits)
 
-    def frozen(self) -> Iterator[LocalParameter]:
-        """See `StateStore.frozen`."""
+    def iterate_frozen(self) -> Iterator[LocalParameter]:
+        """See `StateStore.iterate_frozen`."""
         yield from self._frozen
 
     def state_dict(self) -> dict[str, Any]:
         """Return DTensors, which have their offsets in the whole."""
         shards = {
-            state_name(part, entry.name): value
+            format_state_name(part, entry.name): value
             for entry in self._entries
             for part, value in ({WEIGHT: entry.parameter.detach()} | entry.moments).items()
         }
         return shards | {OPTIMIZER_STEP: self.step}
 
-    def local_tensors(self) -> dict[str, Tensor]:
+    def list_local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's shards."""
         return {name: to_local(value) for name, value in self.state_dict().items()}
 
 
-def _entry(
+def _create_entry(
     name: str,
     parameter: nn.Parameter,
     mesh: MeshCoordinates,
@@ -240,7 +240,7 @@ def _entry(
     is_tied: bool,
 ) -> _Entry:
     """Create the entry of a parameter."""
-    splits = _splits(parameter, mesh)
+    splits = _find_splits(parameter, mesh)
     is_divided = len(splits) == 2
     local = to_local(parameter)
     return _Entry(
@@ -249,14 +249,14 @@ def _entry(
         gradient=None if local.dtype is torch.float32 else torch.zeros_like(local, dtype=torch.float32),
         key=f"{name}:{mesh.dp_rank}:{mesh.tp_rank if is_divided else 0}",
         is_shared=is_tied or (mesh.tp_size > 1 and not is_divided),
-        moments={moment(moment_name): torch.zeros_like(parameter.detach()) for moment_name in moments},
+        moments={find_moment(moment_name): torch.zeros_like(parameter.detach()) for moment_name in moments},
         is_divided=is_divided,
         is_counted=is_counted,
         splits=splits,
     )
 
 
-def _splits(parameter: nn.Parameter, mesh: MeshCoordinates) -> tuple[Split, ...]:
+def _find_splits(parameter: nn.Parameter, mesh: MeshCoordinates) -> tuple[Split, ...]:
     """Return the splits that leave this rank's part: those of tensor parallelism come first, then those of FSDP."""
     placements: tuple[Any, ...] = parameter.placements  # type: ignore[attr-defined]
     data_split = Split(placements[0].dim, mesh.dp_size, mesh.dp_rank)

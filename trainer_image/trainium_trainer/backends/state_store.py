@@ -2,7 +2,7 @@
 
 Guarantees:
 - Sums of gradients are float32, as are weights and moments unless the precision keeps them in bfloat16.
-- `slots` and the tensors of `parameters` alias the live state.
+- `iterate_slots` and the tensors of `iterate_parameters` alias the live state.
 - `models.state_dict` defines the names.
 """
 
@@ -95,15 +95,15 @@ class StateStore(Protocol):
         """
         ...
 
-    def weight_square_sums(self) -> tuple[float, float]:
+    def sum_weight_squares(self) -> tuple[float, float]:
         """Return the sums of squared weights, as `square_sums`."""
         ...
 
-    def gradient(self, name: str) -> Tensor:
+    def find_gradient(self, name: str) -> Tensor:
         """Return this rank's part of the gradient of one parameter, aliasing it."""
         ...
 
-    def slots(self) -> Iterable[Slot]:
+    def iterate_slots(self) -> Iterable[Slot]:
         """Yield the slots that the optimizer updates."""
         ...
 
@@ -111,15 +111,15 @@ class StateStore(Protocol):
         """Zero or free the gradients."""
         ...
 
-    def after_evaluation(self) -> None:
+    def free_evaluation_memory(self) -> None:
         """Release the memory that only passes without gradients needed."""
         ...
 
-    def parameters(self) -> Iterable[LocalParameter]:
+    def iterate_parameters(self) -> Iterable[LocalParameter]:
         """Yield this rank's part of each trained parameter."""
         ...
 
-    def frozen(self) -> Iterable[LocalParameter]:
+    def iterate_frozen(self) -> Iterable[LocalParameter]:
         """Yield this rank's part of each frozen parameter, which is neither in the state nor in the slots."""
         ...
 
@@ -140,8 +140,8 @@ class StateStore(Protocol):
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
 
-    def local_tensors(self) -> dict[str, Tensor]:
-        """See `TrainingState.local_tensors`."""
+    def list_local_tensors(self) -> dict[str, Tensor]:
+        """See `TrainingState.list_local_tensors`."""
         ...
 
 
@@ -151,11 +151,11 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
     A processor sums a whole tensor in a few running float32 sums, with an error of 4e-3 at 50 million values, and not
     every device supports double precision.
     """
-    norms = [norm for tensor in tensors for norm in _norms(tensor.reshape(-1))]
+    norms = [norm for tensor in tensors for norm in _compute_norms(tensor.reshape(-1))]
     return float(torch.cat(norms).cpu().double().square().sum()) if norms else 0.0
 
 
-def _norms(flat: Tensor) -> list[Tensor]:
+def _compute_norms(flat: Tensor) -> list[Tensor]:
     """Return the norms of the pieces of a flat tensor, float32."""
     whole = flat.numel() // _FLOAT32_SUM_VALUES * _FLOAT32_SUM_VALUES
     norms = []

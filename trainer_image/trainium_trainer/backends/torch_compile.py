@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.parallelism import TorchCompile
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.stages import present_layers
+from trainium_trainer.models.stages import list_present_layers
 
 if TYPE_CHECKING:
     from trainium_trainer.models.llama import Llama
@@ -48,5 +48,5 @@ def compile_layers(model: Llama, mode: TorchCompile, device_type: str, *, adapte
         return
     # TorchNeuron compiles with its backend and needs fixed shapes; the shapes here are always fixed.
     backend = _NEURON if device_type == _NEURON else "inductor"
-    for layer in present_layers(model):
+    for layer in list_present_layers(model):
         layer.compile(backend=backend, dynamic=False, fullgraph=True)

@@ -54,10 +54,10 @@ def reduce_on_root(
     """
     if group is None:
         return decide([produce()])
-    mine = _outcome(produce)
+    mine = _run_action(produce)
     reducer = None if fold is None else lambda values: _fold(values, label, fold)
-    values = [pickle.loads(packed) for packed in _reduce_up((label, _pickled(mine)), group, reducer)]  # noqa: S301 - our own ranks
-    decision = _pickled(_outcome(lambda: decide(_values_or_error(values, label)))) if values else b""
+    values = [pickle.loads(packed) for packed in _reduce_up((label, _pickle_outcome(mine)), group, reducer)]  # noqa: S301 - our own ranks
+    decision = _pickle_outcome(_run_action(lambda: decide(_raise_first_error(values, label)))) if values else b""
     kind, value = pickle.loads(_broadcast(decision, group))  # noqa: S301 - our own ranks
     if kind == _ERROR:
         raise value from (mine[1] if mine[0] == _ERROR else None)
@@ -75,13 +75,13 @@ def scatter_from_root(
     if group is None:
         (decision,) = decide([produce()])
         return decision
-    mine = _outcome(produce)
-    collected = _reduce_up((label, _pickled(mine)), group)
-    with without_gc():
+    mine = _run_action(produce)
+    collected = _reduce_up((label, _pickle_outcome(mine)), group)
+    with disable_gc():
         values = [pickle.loads(packed) for packed in collected]  # noqa: S301 - our own ranks
         outcome = None
         if values:
-            decided = _pickled(_outcome(lambda: list(decide(_values_or_error(values, label)))))
+            decided = _pickle_outcome(_run_action(lambda: list(decide(_raise_first_error(values, label)))))
             outcome = pickle.loads(decided)  # noqa: S301 - just pickled
         kind, value = _scatter_down(outcome, group)
     if kind == _ERROR:
@@ -91,7 +91,7 @@ def scatter_from_root(
 
 
 @contextmanager
-def without_gc() -> Iterator[None]:
+def disable_gc() -> Iterator[None]:
     """Disable the garbage collector within the context.
 
     The values contain no garbage and live until all are read. At 4,096 ranks the collections would take as long as
@@ -106,7 +106,7 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _values_or_error(values: list[tuple[str, bytes]], label: str) -> list[Any]:
+def _raise_first_error(values: list[tuple[str, bytes]], label: str) -> list[Any]:
     """Return the values of the ranks; if a rank has an error, raise the error to raise on all ranks."""
     if labels := {other for other, _ in values} - {label}:
         raise RuntimeError(f"ranks are at different points: {label} and {min(labels)}")
@@ -122,20 +122,20 @@ def _fold(values: list[bytes], label: str, fold: Callable[[list[T]], list[T]]) -
     received = [pickle.loads(item) for item in values]  # noqa: S301 - our own ranks
     if any(other_label != label or pickle.loads(outcome)[0] == _ERROR for other_label, outcome in received):  # noqa: S301
         return values
-    kind, value = _outcome(lambda: fold(_values_or_error(received, label)))
+    kind, value = _run_action(lambda: fold(_raise_first_error(received, label)))
     if kind == _ERROR:
-        return [*values, pickle.dumps((label, _pickled((kind, value))))]
-    return [pickle.dumps((label, _pickled((_VALUE, item)))) for item in value]
+        return [*values, pickle.dumps((label, _pickle_outcome((kind, value))))]
+    return [pickle.dumps((label, _pickle_outcome((_VALUE, item)))) for item in value]
 
 
-def _outcome(action: Callable[[], Any]) -> tuple[str, Any]:
+def _run_action(action: Callable[[], Any]) -> tuple[str, Any]:
     try:
         return _VALUE, action()
     except BaseException as error:  # noqa: BLE001 - it is raised on all ranks
         return _ERROR, error
 
 
-def _pickled(outcome: Any) -> bytes:
+def _pickle_outcome(outcome: Any) -> bytes:
     """Pickle an outcome; an error that cannot be pickled becomes its text."""
     try:
         data = pickle.dumps(outcome)

@@ -74,15 +74,15 @@ def list_checkpoints(storage: Storage, *, verify: bool = False) -> list[ListedCh
     rows: list[ListedCheckpoint] = []
     for item in [*survey.committed, *survey.milestones]:
         problems = surveys.verify(storage, item, retry) if verify else []
-        rows.append(_whole(item, problems, verified=verify))
+        rows.append(_format_completeness(item, problems, verified=verify))
     states = {name: (CheckpointState.DAMAGED, problem) for name, problem in survey.damaged.items()}
     states |= {name: (CheckpointState.OTHER_VERSION, problem) for name, problem in survey.other_versions.items()}
-    states |= {name: (CheckpointState.SET_ASIDE, _reason(storage, name)) for name in survey.set_aside}
+    states |= {name: (CheckpointState.SET_ASIDE, _explain_invalid(storage, name)) for name in survey.set_aside}
     states |= dict.fromkeys(survey.uncommitted, (CheckpointState.UNCOMMITTED, ""))
     for name, (state, problem) in states.items():
         step, milestone = parse_step(name), parse_milestone(name)
         kind = CheckpointKind.STATE if milestone is None else CheckpointKind.WEIGHTS
-        entries = _files(storage, name)
+        entries = _list_files(storage, name)
         newest = max((entry.modified for entry in entries), default=None)
         size = sum(entry.size for entry in entries)
         rows.append(ListedCheckpoint(name, step or milestone or 0, kind, state, size, None, "", newest, problem))
@@ -107,7 +107,7 @@ def format_table(rows: list[ListedCheckpoint], *, now: float) -> str:
     head = f"{'CHECKPOINT':<18} {'STATE':<13} {'AGE':>8} {'SIZE':>11} {'TOKENS':>16} {'WORLD':>10}  PROBLEM"
     lines = [head]
     for row in rows:
-        age = "" if row.created is None else _age(now - row.created)
+        age = "" if row.created is None else _format_age(now - row.created)
         tokens = "" if row.tokens is None else f"{row.tokens:,}"
         size = f"{row.size / _GIBIBYTE:.1f} GiB" if row.size >= _GIBIBYTE else f"{row.size / _MEBIBYTE:.1f} MiB"
         line = f"{row.folder:<18} {row.state:<13} {age:>8} {size:>11} {tokens:>16} {row.world:>10}  {row.problem}"
@@ -120,7 +120,7 @@ def format_json(rows: list[ListedCheckpoint]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=2)
 
 
-def _whole(item: CommittedCheckpoint, problems: list[str], *, verified: bool) -> ListedCheckpoint:
+def _format_completeness(item: CommittedCheckpoint, problems: list[str], *, verified: bool) -> ListedCheckpoint:
     manifest = item.manifest
     state = CheckpointState.VERIFIED if verified else CheckpointState.COMMITTED
     world = f"{manifest.data_parallel}x{manifest.tensor_parallel}x{manifest.pipeline_parallel}"
@@ -137,7 +137,7 @@ def _whole(item: CommittedCheckpoint, problems: list[str], *, verified: bool) ->
     )
 
 
-def _files(storage: Storage, folder: str) -> list[Entry]:
+def _list_files(storage: Storage, folder: str) -> list[Entry]:
     """Return all files of a checkpoint's folder and of the attempts in it."""
     files: list[Entry] = []
     for entry in storage.list(folder):
@@ -146,14 +146,14 @@ def _files(storage: Storage, folder: str) -> list[Entry]:
     return files
 
 
-def _reason(storage: Storage, folder: str) -> str:
+def _explain_invalid(storage: Storage, folder: str) -> str:
     try:
         return str(json.loads(read_small(storage, f"{folder}/{SET_ASIDE_NAME}") or b"")["reason"])
     except (ValueError, KeyError, TypeError):
         return ""
 
 
-def _age(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     for unit, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "m")):
         if seconds >= unit:
             return f"{seconds / unit:.1f} {name}"

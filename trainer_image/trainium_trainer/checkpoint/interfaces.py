@@ -78,7 +78,7 @@ class TrainingState(Protocol):
         """Load a `state_dict()`: adopt one that was filled in place, or copy its values."""
         ...
 
-    def local_tensors(self) -> dict[str, torch.Tensor]:
+    def list_local_tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's live local shards with the optimizer's moments, available from construction on.
 
         They alias the live state: clone them for a snapshot, copy into them to restore.

@@ -1,6 +1,6 @@
 """The checkpoint manager that the training loop calls: the policy over memory tier and durable tier.
 
-Order of a step: `before_update`, the step's own all-reduce (which also sums `vote`), the optimizer step, `after_step`.
+Order of a step: `finish_snapshot`, the step's own all-reduce (which also sums `vote`), the optimizer step, `save_step`.
 
 Guarantees:
 - All ranks start a durable save at the same step, because they act on the same sum of votes.
@@ -27,11 +27,11 @@ from trainium_trainer.checkpoint.durable.durable_tier import (
     encode_vote,
 )
 from trainium_trainer.checkpoint.interfaces import MeshCoordinates, Position, ResumeSource, Session, TrainingState
-from trainium_trainer.checkpoint.memory.layout import BufferLayout, shard_name
+from trainium_trainer.checkpoint.memory.layout import BufferLayout, format_shard_name
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
 from trainium_trainer.checkpoint.resume.resume import ResumeOutcome, Resumption
 from trainium_trainer.checkpoint.root.commit import FenceToken
-from trainium_trainer.checkpoint.root.commit_lease import CommitLease, OwnershipCheck, settings_digest
+from trainium_trainer.checkpoint.root.commit_lease import CommitLease, OwnershipCheck, hash_settings
 from trainium_trainer.checkpoint.root.owner import OwnerRecords, RunStart
 from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.errors import StorageError
@@ -82,7 +82,7 @@ class CheckpointManager:
         self._mesh = mesh
         self._start = start
         self._settings = settings
-        self._config_digest = settings_digest(settings)
+        self._config_digest = hash_settings(settings)
         self._storage = open_storage(config.path) if storage is None else storage
         self._retry = Retry() if retry is None else retry
         self._clock = time.monotonic
@@ -115,8 +115,8 @@ class CheckpointManager:
         it, and UnusableCheckpointError if the checkpoints cannot be continued and a user must decide.
         """
         self._open_group()
-        key = self._shard_name()
-        layout = BufferLayout.of(self._state.local_tensors())
+        key = self._format_shard_name()
+        layout = BufferLayout.of(self._state.list_local_tensors())
         self._memory = self._open_memory(key, layout)
         token = FenceToken(self._start.generation, self._start.name, self._session_id)
         owner = OwnerRecords(self._storage, self._start.job, self._config.take_over)
@@ -140,7 +140,7 @@ class CheckpointManager:
 
     # ---- in a step --------------------------------------------------------------------------------------------------
 
-    def before_update(self) -> None:
+    def finish_snapshot(self) -> None:
         """Wait until the previous snapshot is finalized, which is normally the case; called before the last collective.
 
         The completion of a step on any rank then implies that every rank has the snapshot of the step before.
@@ -166,7 +166,7 @@ class CheckpointManager:
         if self._ownership_check is not None:
             self._ownership_check.confirm(since)
 
-    def after_step(self, position: Position, votes: int) -> None:
+    def save_step(self, position: Position, votes: int) -> None:
         """Take a snapshot in memory after the update, and start a durable save if the sum of `votes` decides it.
 
         A failed save is reported in `warnings`. Raises StorageError when too many consecutive saves have failed or a
@@ -177,7 +177,7 @@ class CheckpointManager:
         self._completed_step = position.step
         every = self._config.memory.every_steps
         if every and position.step % every == 0:
-            self._snapshot(position)
+            self._take_snapshot(position)
         saves = decode_votes(votes)
         if not self._policy.has_reached_milestone(position.tokens):
             saves &= ~Save.MILESTONE
@@ -192,8 +192,8 @@ class CheckpointManager:
         The snapshot in memory is enough unless a rank has no memory tier or loses it (`memory_ends`), or the state is
         sharded over the data-parallel ranks, because the next membership will rarely have the same shards.
         """
-        self._snapshot(position)
-        self.before_update()
+        self._take_snapshot(position)
+        self.finish_snapshot()
         is_in_memory = self._memory_is_safe and not memory_ends
         if is_in_memory and not self._mesh.dp_mode.is_sharded:
             return
@@ -206,7 +206,7 @@ class CheckpointManager:
             self._report(f"{error}; step {position.step} is in memory only")
 
     def finish(self, position: Position) -> None:
-        """Commit `position` durably and return when it is safe. Collective. Raises like `after_step`."""
+        """Commit `position` durably and return when it is safe. Collective. Raises like `save_step`."""
         self._finish(position, retries=None)
 
     def _finish(self, position: Position, *, retries: int | None) -> None:
@@ -288,10 +288,10 @@ class CheckpointManager:
             log.warning("%s", warning)
             return None
 
-    def _shard_name(self) -> str:
+    def _format_shard_name(self) -> str:
         mesh = self._mesh
         replicated = not mesh.dp_mode.is_sharded
-        return shard_name(
+        return format_shard_name(
             mesh.tp_rank,
             mesh.tp_size,
             0 if replicated else mesh.dp_rank,
@@ -327,14 +327,14 @@ class CheckpointManager:
         self._durable.milestone_tokens = agreed.milestone_tokens
         self._durable.prepare(list(outcome.leftovers))
 
-    def _snapshot(self, position: Position) -> None:
+    def _take_snapshot(self, position: Position) -> None:
         if self._memory is None or (not self._memory_is_safe and not self._writes_snapshots):
             return
         if self._snapshot_step == position.step:
             return
         if self._writes_snapshots:
             version = Version(position.step, self._start.generation, self._session_id, position.encode())
-            self._memory.stage(version, self._state.local_tensors())
+            self._memory.stage(version, self._state.list_local_tensors())
             self._record_finalized()
         else:
             # Another rank writes this shard: its previous snapshot was finalized before this step could complete.

@@ -55,15 +55,15 @@ class Grid:
         """The number of ranks."""
         return self.pipeline * self.data * self.tensor
 
-    def length(self, axis: Axis) -> int:
+    def count_ranks(self, axis: Axis) -> int:
         """Return the number of ranks along an axis."""
         return self.data if axis is Axis.DATA else self.tensor
 
-    def rank(self, stage: int, data: int, tensor: int) -> int:
+    def find_rank(self, stage: int, data: int, tensor: int) -> int:
         """Return the rank at coordinates."""
         return (stage * self.data + data) * self.tensor + tensor
 
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
+    def find_coordinates(self, rank: int) -> tuple[int, int, int]:
         """Return the stage, data and tensor coordinate of a rank."""
         rest, tensor = divmod(rank, self.tensor)
         return rest // self.data, rest % self.data, tensor
@@ -85,23 +85,23 @@ class Cut:
     order: tuple[int, ...] = ()
     """The window of each rank of the axis; empty: its coordinate. Ranks with equal windows hold copies."""
 
-    def number(self, coordinate: int) -> int:
+    def find_window_number(self, coordinate: int) -> int:
         """Return the window that a rank of the axis holds."""
         return self.order[coordinate] if self.order else coordinate
 
-    def coordinates(self, number: int, length: int) -> tuple[int, ...]:
+    def list_coordinates(self, number: int, length: int) -> tuple[int, ...]:
         """Return the ranks of an axis of this length that hold a window."""
         if not self.order:
             return (number,) if 0 <= number < length else ()
         return tuple(coordinate for coordinate, part in enumerate(self.order) if part == number)
 
-    def window(self, number: int, extent: int, length: int) -> tuple[int, int]:
+    def find_window(self, number: int, extent: int, length: int) -> tuple[int, int]:
         """Return the begin and end of a window in a dimension of `extent` rows; `length` is the axis's."""
         rows = self.rows or -(-extent // length)
         begin = number * rows - self.start
         return min(max(begin, 0), extent), min(max(begin + rows, 0), extent)
 
-    def numbers(self, low: int, high: int, extent: int, length: int) -> range:
+    def list_window_numbers(self, low: int, high: int, extent: int, length: int) -> range:
         """Return the windows that contain rows of [low, high), a range of the dimension."""
         if high <= low:
             return range(0)
@@ -133,36 +133,38 @@ class BoxReplicas:
     data: tuple[int, ...]
     tensor: tuple[int, ...]
 
-    def holder(self, turn: int) -> tuple[int, int]:
+    def find_holder(self, turn: int) -> tuple[int, int]:
         """Return the data and tensor coordinate of holder number `turn`; holders count by rank."""
         row, column = divmod(turn % (len(self.data) * len(self.tensor)), len(self.tensor))
         return self.data[row], self.tensor[column]
 
 
-def box_at(shape: tuple[int, ...], division: Division, grid: Grid, data: int, tensor: int) -> Box:
+def find_box(shape: tuple[int, ...], division: Division, grid: Grid, data: int, tensor: int) -> Box:
     """Return the box of the rank at these coordinates; a size is 0 when the rank holds nothing."""
     offsets, sizes = [0] * len(shape), list(shape)
     for cut in division:
         dimension = cut.dimension
-        number = cut.number(data if cut.axis is Axis.DATA else tensor)
-        begin, end = cut.window(number, sizes[dimension], grid.length(cut.axis))
+        number = cut.find_window_number(data if cut.axis is Axis.DATA else tensor)
+        begin, end = cut.find_window(number, sizes[dimension], grid.count_ranks(cut.axis))
         offsets[dimension] += begin
         sizes[dimension] = end - begin
     return Box(tuple(offsets), tuple(sizes))
 
 
-def holders_at(division: Division, grid: Grid, data: int, tensor: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def list_holders(division: Division, grid: Grid, data: int, tensor: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return data and tensor coordinates of the ranks that hold the same box as the rank at these coordinates."""
     rows, columns = tuple(range(grid.data)), tuple(range(grid.tensor))
     for cut in division:
         if cut.axis is Axis.DATA:
-            rows = cut.coordinates(cut.number(data), grid.data)
+            rows = cut.list_coordinates(cut.find_window_number(data), grid.data)
         else:
-            columns = cut.coordinates(cut.number(tensor), grid.tensor)
+            columns = cut.list_coordinates(cut.find_window_number(tensor), grid.tensor)
     return rows, columns
 
 
-def overlapping_boxes(shape: tuple[int, ...], division: Division, grid: Grid, wanted: Box) -> Iterator[BoxReplicas]:
+def find_overlapping_boxes(
+    shape: tuple[int, ...], division: Division, grid: Grid, wanted: Box
+) -> Iterator[BoxReplicas]:
     """Yield the distinct boxes that overlap a wanted one, in time proportional to their number."""
     if not wanted.volume:
         return
@@ -175,11 +177,11 @@ def overlapping_boxes(shape: tuple[int, ...], division: Division, grid: Grid, wa
         if not left:
             yield BoxReplicas(Box(offsets, sizes), boxed.data, boxed.tensor)
             return
-        cut, at, length = left[0], left[0].dimension, grid.length(left[0].axis)
+        cut, at, length = left[0], left[0].dimension, grid.count_ranks(left[0].axis)
         low, high = max(lows[at] - offsets[at], 0), min(highs[at] - offsets[at], sizes[at])
-        for number in cut.numbers(low, high, sizes[at], length):
-            ranks = cut.coordinates(number, length)
-            begin, end = cut.window(number, sizes[at], length)
+        for number in cut.list_window_numbers(low, high, sizes[at], length):
+            ranks = cut.list_coordinates(number, length)
+            begin, end = cut.find_window(number, sizes[at], length)
             if ranks and end > begin:
                 by_data = cut.axis is Axis.DATA
                 narrowed = BoxReplicas(boxed.box, ranks if by_data else boxed.data, boxed.tensor if by_data else ranks)
@@ -202,15 +204,15 @@ def find_partition_problem(shape: tuple[int, ...], division: Division, grid: Gri
     for cut in division:
         if cut.dimension not in extents or cut.rows < 0 or cut.start < 0:
             return f"there is no such cut: {cut}"
-        length, left = grid.length(cut.axis), set[int]()
+        length, left = grid.count_ranks(cut.axis), set[int]()
         if cut.order and len(cut.order) != length:
             return f"{len(cut.order)} ranks are numbered where the axis {cut.axis} has {length}"
         numbers = set(cut.order) if cut.order else set(range(length))
         for extent in extents[cut.dimension]:
-            needed = cut.numbers(0, extent, extent, length)
+            needed = cut.list_window_numbers(0, extent, extent, length)
             if missing := set(needed) - numbers:
                 return f"no rank along {cut.axis} holds window {min(missing)} of dimension {cut.dimension}"
-            left |= {end - begin for begin, end in (cut.window(number, extent, length) for number in needed)}
+            left |= {end - begin for begin, end in (cut.find_window(number, extent, length) for number in needed)}
         extents[cut.dimension] = left
     return ""
 
@@ -297,11 +299,11 @@ class CheckpointLayout:
                     return f"{tensor.name}: {problem}"
         return ""
 
-    def writers(self, name: str, wanted: Box) -> Iterator[tuple[Box, int]]:
+    def find_writers(self, name: str, wanted: Box) -> Iterator[tuple[Box, int]]:
         """Yield the written boxes of a tensor that overlap a wanted one, and the rank that writes each."""
         tensor, turn = self.tensors[name], self._turns[name]
-        for replicas in overlapping_boxes(tensor.shape, tensor.division, self.grid, wanted):
-            yield replicas.box, self.grid.rank(tensor.stage, *replicas.holder(turn))
+        for replicas in find_overlapping_boxes(tensor.shape, tensor.division, self.grid, wanted):
+            yield replicas.box, self.grid.find_rank(tensor.stage, *replicas.find_holder(turn))
 
     def plan_items(self, rank: int) -> tuple[WriteItem, ...]:
         """Return the items that a rank writes, in the order of its file.
@@ -309,15 +311,15 @@ class CheckpointLayout:
         Wide types come first, which keeps every tensor aligned. Within a type, tensors with more copies come first, so
         that other ranks read few blocks of this file.
         """
-        stage, data, tensor_rank = self.grid.coordinates(rank)
+        stage, data, tensor_rank = self.grid.find_coordinates(rank)
         holders_by_box: dict[tuple[tuple[int, ...], Division], tuple[Box, int, int]] = {}
         items: list[WriteItem] = []
         for tensor in self._tensors_by_stage.get(stage, ()):
             key = (tensor.shape, tensor.division)
             if key not in holders_by_box:
-                rows, columns = holders_at(tensor.division, self.grid, data, tensor_rank)
+                rows, columns = list_holders(tensor.division, self.grid, data, tensor_rank)
                 mine = rows.index(data) * len(columns) + columns.index(tensor_rank)
-                box = box_at(tensor.shape, tensor.division, self.grid, data, tensor_rank)
+                box = find_box(tensor.shape, tensor.division, self.grid, data, tensor_rank)
                 holders_by_box[key] = box, mine, len(rows) * len(columns)
             box, mine, holders = holders_by_box[key]
             if self._turns[tensor.name] % holders == mine and box.volume:
@@ -396,7 +398,7 @@ def merge_stages(stages: Sequence[CheckpointLayout]) -> CheckpointLayout:
     return CheckpointLayout(stages[0].grid, merged.values())
 
 
-def with_stages(layout: CheckpointLayout, stages: Mapping[str, int]) -> CheckpointLayout:
+def replace_stages(layout: CheckpointLayout, stages: Mapping[str, int]) -> CheckpointLayout:
     """Return the layout with the stages of the named tensors replaced."""
     return CheckpointLayout(
         layout.grid,
@@ -418,14 +420,14 @@ def _cut_from_json(raw: Mapping[str, Any]) -> Cut:
     return Cut(raw["dimension"], Axis(raw["axis"]), raw.get("rows", 0), raw.get("start", 0), order)
 
 
-def file_header(items: Sequence[WriteItem]) -> tuple[bytes, list[tuple[int, int]]]:
+def build_file_header(items: Sequence[WriteItem]) -> tuple[bytes, list[tuple[int, int]]]:
     """Return the safetensors header of a file and each item's start and end in the file, in bytes."""
-    header = safetensors_header((item.key, item.dtype, item.box.sizes) for item in items)
+    header = build_safetensors_header((item.key, item.dtype, item.box.sizes) for item in items)
     ends = list(itertools.accumulate((item.size for item in items), initial=len(header)))
     return header, list(itertools.pairwise(ends))
 
 
-def safetensors_header(
+def build_safetensors_header(
     tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """Return the safetensors header of tensors by name, type and shape, padded to align the tensors."""

@@ -65,7 +65,7 @@ def write_whole(
     retry.run(lambda: claim_fence(storage, token), where)
     folder = folder_name(position.step)
     attempt = f"{folder}/{token.attempt}"
-    groups = list(_groups(sources))
+    groups = list(_group_tensors(sources))
     layout = CheckpointLayout(
         Grid(pipeline=max(1, len(groups))),
         [
@@ -105,7 +105,7 @@ def write_whole(
     return folder
 
 
-def _groups(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:
+def _group_tensors(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:
     """Group the tensors into files of limited size; wide types first keeps every tensor aligned."""
     group: list[TensorSource] = []
     size = 0

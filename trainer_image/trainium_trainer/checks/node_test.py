@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.check_tasks import NodeTask
-from trainium_trainer.checks.pair_test import bandwidth, has_exact_product, time_sums
+from trainium_trainer.checks.pair_test import compute_bandwidth, has_exact_product, measure_sums
 from trainium_trainer.network_interface import ENV_INTERFACE, LOOPBACK
 from trainium_worker.progress_record import replace_text
 
@@ -58,7 +58,7 @@ def has_correct_sums(task: NodeTask) -> bool:
     os.environ[ENV_INTERFACE] = LOOPBACK
     store = dist.FileStore(str(Path(task.folder) / "store"), task.size)
     timeout = timedelta(seconds=task.seconds)
-    return time_sums(torch.device("cpu"), store, task.index, task.size, timeout, values=_VALUES) >= 0
+    return measure_sums(torch.device("cpu"), store, task.index, task.size, timeout, values=_VALUES) >= 0
 
 
 def measure_node_bandwidth(task: NodeTask) -> float | None:
@@ -69,5 +69,5 @@ def measure_node_bandwidth(task: NodeTask) -> float | None:
 
     dist.destroy_process_group()
     store = dist.FileStore(str(Path(task.folder) / "bandwidth"), task.size)
-    seconds = time_sums(pick_device(task.index), store, task.index, task.size, timedelta(seconds=task.seconds))
-    return bandwidth(task.size, seconds) if seconds > 0 else None
+    seconds = measure_sums(pick_device(task.index), store, task.index, task.size, timedelta(seconds=task.seconds))
+    return compute_bandwidth(task.size, seconds) if seconds > 0 else None

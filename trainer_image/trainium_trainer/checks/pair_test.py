@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         seconds = exchange(task)
         detail = "the sums over the network were wrong" if seconds < 0 else ""
-        gigabits = bandwidth(task.size, seconds) if task.bandwidth and seconds > 0 else 0.0
+        gigabits = compute_bandwidth(task.size, seconds) if task.bandwidth and seconds > 0 else 0.0
         outcome = PairingResult(passed=seconds >= 0, seconds=max(seconds, 0.0), detail=detail, gigabits=gigabits)
     except Exception as error:  # noqa: BLE001 - whatever fails is the finding
         outcome = PairingResult(passed=False, detail=" ".join(str(error).split())[:300] or type(error).__name__)
@@ -116,11 +116,11 @@ def exchange(task: PairTask) -> float:
     timeout = timedelta(seconds=task.seconds)
     store = TCPStore(task.host, task.port, None, False, timeout, wait_for_workers=False)
     if not task.bandwidth:
-        return time_sums(torch.device("cpu"), store, task.index, task.size, timeout, values=_VALUES)
-    return time_sums(pick_device(0), store, task.index, task.size, timeout, values=_BANDWIDTH_VALUES)
+        return measure_sums(torch.device("cpu"), store, task.index, task.size, timeout, values=_VALUES)
+    return measure_sums(pick_device(0), store, task.index, task.size, timeout, values=_BANDWIDTH_VALUES)
 
 
-def time_sums(
+def measure_sums(
     device: torch.device, store: Store, index: int, size: int, timeout: timedelta, *, values: int = _BANDWIDTH_VALUES
 ) -> float:
     """Time a few all-reduces of known float32 numbers; return their seconds, negative if the sums were wrong."""
@@ -143,8 +143,8 @@ def time_sums(
     return -1.0 if wrong else seconds
 
 
-def bandwidth(size: int, seconds: float) -> float:
-    """Return the Gbit/s that each of `size` processes sent in `time_sums`, as of a ring: 2 (n - 1) / n of the data."""
+def compute_bandwidth(size: int, seconds: float) -> float:
+    """Return the Gbit/s that each of `size` processes sent in `measure_sums`, as in a ring: 2 (n - 1) / n of it."""
     return 32 * _BANDWIDTH_VALUES * _ROUNDS * 2 * (size - 1) / size / seconds / 1e9
 
 

@@ -56,7 +56,7 @@ def export(
         tokenizer=tokenizer,
         base=base,
         kind=ArtifactKind.ADAPTER if adapter else ArtifactKind.MODEL,
-        heartbeat=_progress_line,
+        heartbeat=_show_progress,
     )
     typer.echo(f"exported step {done} to {folder}")
 
@@ -71,7 +71,7 @@ def merge(
     """Merge a LoRA adapter into its model, in float32, row by row."""
     from trainium_trainer.artifacts.export import merge as merge_now  # noqa: PLC0415 - imports torch
 
-    merge_now(base, adapter, output, precision=dtype.precision, heartbeat=_progress_line)
+    merge_now(base, adapter, output, precision=dtype.precision, heartbeat=_show_progress)
     typer.echo(f"merged {adapter} into {base}: {output}")
 
 
@@ -86,7 +86,7 @@ def fetch_model(
     typer.echo(f"fetched {name} to {output}: {fetch(name, output, revision=revision)}")
 
 
-def _progress_line(done: float) -> None:
+def _show_progress(done: float) -> None:
     """Show progress on one line that is overwritten, if stderr is a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{100 * done:3.0f} %" + ("\n" if done >= 1.0 else ""))

@@ -35,14 +35,14 @@ from trainium_trainer.configuration.config import (
     read_document,
     read_launch,
     resolve_settings,
-    with_steps,
+    resolve_steps,
 )
 from trainium_trainer.data.sources.files import is_in_store
 from trainium_trainer.data.sources.resolve import PYTHON_DOCS, list_sources
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
 from trainium_trainer.loop.memory_check import estimate_run_memory, refuse_too_small
-from trainium_trainer.loop.schedule import learning_rate
+from trainium_trainer.loop.schedule import compute_learning_rate
 from trainium_trainer.trackers.process import find_missing_trackers
 from trainium_trainer.tuning.trainable import is_reference_in_model
 
@@ -286,8 +286,8 @@ def _describe_learning_rate(config: TrainingConfig) -> str:
     if config.epochs:
         warmup = "" if schedule.warmup_ratio is None else f" in the first {schedule.warmup_ratio:.1%} of the steps"
         return f"{peak}{warmup}, {schedule.kind}"
-    known = with_steps(config, None)
-    last = learning_rate(known, known.steps - 1)
+    known = resolve_steps(config, None)
+    last = compute_learning_rate(known, known.steps - 1)
     return f"{peak} in {known.schedule.warmup_steps:,} steps, {schedule.kind}, {last:g} in the last"
 
 

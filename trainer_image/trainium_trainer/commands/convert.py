@@ -46,9 +46,9 @@ def from_nxd(
 
     settings = load(config)
     shape = resolve_shape(settings.model, find_vocabulary_size(settings.data))
-    source = NxdSource(tag, shape, _order(hardware), weights_only=weights_only)
-    position = source.position(step=step, samples=samples, tokens=tokens)
-    folder = write_whole(open_storage(root), source.sources(), position, {"model": shape.to_json()}, Retry())
+    source = NxdSource(tag, shape, _sort_hardware(hardware), weights_only=weights_only)
+    position = source.find_position(step=step, samples=samples, tokens=tokens)
+    folder = write_whole(open_storage(root), source.list_sources(), position, {"model": shape.to_json()}, Retry())
     typer.echo(
         f"{root}/{folder}: step {position.step}, {count_parameters(shape):,} parameters; the data continues after "
         f"{position.samples:,} samples"
@@ -93,7 +93,7 @@ def to_nxd(
         zero1=zero1,
         dtype=dtypes[_parse_choice(Precision, precision, "--precision")],
         projections=_parse_choice(Projections, projections, "--projections"),
-        order=_order(hardware),
+        order=_sort_hardware(hardware),
     )
     optimizer = OptimizerConfig() if config is None else load(config).optimizer
     position = Position(step=manifest.step, samples=manifest.samples, tokens=manifest.tokens)
@@ -103,7 +103,7 @@ def to_nxd(
     typer.echo(f"{tag}: step {manifest.step}, tensor parallel {tensor}" + (f", ZeRO-1 over {zero1}" if zero1 else ""))
 
 
-def _order(hardware: str) -> KeyValueOrder:
+def _sort_hardware(hardware: str) -> KeyValueOrder:
     from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder  # noqa: PLC0415 - with those that import torch
 
     return _parse_choice(KeyValueOrder, hardware, "--hardware")

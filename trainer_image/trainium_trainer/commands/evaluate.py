@@ -108,13 +108,13 @@ def generate(
     from trainium_trainer.evaluate.questions import (  # noqa: PLC0415 - torch
         answer_questions,
         build_questions,
-        held_out_questions,
+        read_held_out_questions,
         read_prompts,
     )
 
     if held_out is not None:
         assert training is not None
-        questions = list(held_out_questions(training.data, held_out).questions)
+        questions = list(read_held_out_questions(training.data, held_out).questions)
     else:
         texts = list(prompt or ()) or read_prompts(prompts)  # type: ignore[arg-type]  # one of them is given, see above
         questions = build_questions(texts, training.data if training is not None else None)
@@ -123,7 +123,7 @@ def generate(
         for line in _format_answers(questions, answers, as_json=as_json):
             typer.echo(line)
     elif server is not None:
-        _stream(server, questions, settings, as_json=as_json)
+        _print_stream(server, questions, settings, as_json=as_json)
 
 
 def evaluate(
@@ -227,7 +227,7 @@ def evaluate(
     if server is not None:
         from trainium_trainer.evaluate.questions import measure_endpoint  # noqa: PLC0415 - torch
 
-        with _progress_bar() as heartbeat:
+        with _show_progress() as heartbeat:
             result = measure_endpoint(server, training.data, max_samples, generation, heartbeat=heartbeat)
     else:
         models = _pick_models(paths[0] if paths else None, base, adapter, compared=True)
@@ -238,7 +238,7 @@ def evaluate(
     typer.echo(result.to_markdown(), nl=False)
     _write((markdown, result.to_markdown()), (output, result.to_json()))
     if message is not None:
-        message.write_text(result.to_message())
+        message.write_text(result.format_message())
 
 
 def _evaluate_config(
@@ -246,30 +246,35 @@ def _evaluate_config(
 ) -> EvaluationResult:
     """Return the figures on held-out examples and on the tasks of a configuration."""
     from trainium_trainer.evaluate.compare import compare  # noqa: PLC0415 - torch
-    from trainium_trainer.evaluate.questions import held_out_questions  # noqa: PLC0415 - torch
+    from trainium_trainer.evaluate.questions import read_held_out_questions  # noqa: PLC0415 - torch
     from trainium_trainer.evaluate.report import EvaluationResult  # noqa: PLC0415 - torch
-    from trainium_trainer.evaluate.tasks import compared_models, measure_tasks, read_report  # noqa: PLC0415 - torch
+    from trainium_trainer.evaluate.tasks import list_compared_models, measure_tasks, read_report  # noqa: PLC0415 - torch
     from trainium_trainer.peers import Peers  # noqa: PLC0415 - torch
 
     tasks = training.evaluate.tasks
     result = EvaluationResult(model=models.name, base=models.base, examples=0)
     if training.data.validation is not None or tasks is None:
-        with _progress_bar() as heartbeat:
+        with _show_progress() as heartbeat:
             result = compare(
-                models, held_out_questions(training.data, count), settings, Peers(0, 1), heartbeat=heartbeat
+                models, read_held_out_questions(training.data, count), settings, Peers(0, 1), heartbeat=heartbeat
             )
     if tasks is None:
         return result
 
     def keep(run: TaskRun) -> None:
-        _write((output, result.with_tasks(run.report).to_json()))
+        _write((output, result.add_tasks(run.report).to_json()))
 
     known = read_report(output) if output is not None else None
     run = measure_tasks(
-        compared_models(models), tasks, device=settings.device, precision=settings.precision, known=known, keep=keep
+        list_compared_models(models),
+        tasks,
+        device=settings.device,
+        precision=settings.precision,
+        known=known,
+        keep=keep,
     )
     _write_samples(output, run)
-    return result.with_tasks(run.report)
+    return result.add_tasks(run.report)
 
 
 def _write_samples(output: Path | None, run: TaskRun) -> None:
@@ -328,7 +333,7 @@ def _format_answers(
         yield f"{typer.style(f'[{number}] answer', bold=True)} ({length})\n{answer.text}"
 
 
-def _stream(
+def _print_stream(
     server: Endpoint, questions: Sequence[HeldOutExample], generation: GenerationConfig, *, as_json: bool
 ) -> None:
     """Print answers while the server sends them."""
@@ -356,7 +361,7 @@ def _format_question(number: int, question: HeldOutExample) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _progress_bar() -> Iterator[Any]:
+def _show_progress() -> Iterator[Any]:
     """Yield a progress bar on stderr; without a terminal nothing is drawn."""
     from rich.console import Console  # noqa: PLC0415 - only this command draws
     from rich.progress import Progress  # noqa: PLC0415
@@ -369,11 +374,11 @@ def _progress_bar() -> Iterator[Any]:
 
 def _write(*files: tuple[Path | None, str]) -> None:
     """Write a file atomically. Raises StorageError."""
-    from trainium_trainer.artifacts.store import unwritable_error  # noqa: PLC0415 - as the next
+    from trainium_trainer.artifacts.store import create_write_error  # noqa: PLC0415 - as the next
     from trainium_trainer.storage.posix import PosixStorage  # noqa: PLC0415 - only where a file is asked for
     from trainium_trainer.storage.protocol import Retry  # noqa: PLC0415
 
     for file, text in files:
         if file is not None:
             storage, data = PosixStorage(file.absolute().parent), text.encode()
-            Retry().run(lambda: storage.write(file.name, data), str(file), unwritable_error)  # noqa: B023 - called at once
+            Retry().run(lambda: storage.write(file.name, data), str(file), create_write_error)  # noqa: B023 - called at once

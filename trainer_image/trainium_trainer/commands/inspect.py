@@ -14,7 +14,7 @@ import typer
 from trainium_trainer.checkpoint import inspect as inspection
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage import open_storage
-from trainium_trainer.storage.errors import storage_error
+from trainium_trainer.storage.errors import create_storage_error
 
 
 def inspect(
@@ -40,7 +40,7 @@ def inspect(
             rows = inspection.list_checkpoints(storage)
             typer.echo(f"set aside: {', '.join(row.folder for row in broken) or 'nothing'}", err=True)
     except OSError as error:
-        raise storage_error(error, root) from error
+        raise create_storage_error(error, root) from error
     if as_json:
         typer.echo(inspection.format_json(rows))
     else:

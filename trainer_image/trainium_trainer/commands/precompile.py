@@ -28,7 +28,13 @@ from trainium_trainer.backends.choose import choose_backend, refuse_unsupported
 from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.compile import graphs
-from trainium_trainer.compile.dry_run import DryRunRequest, MeshCoordinate, first_rank_at, launch_at, mesh_coordinates
+from trainium_trainer.compile.dry_run import (
+    DryRunRequest,
+    MeshCoordinate,
+    find_first_rank,
+    launch_at,
+    list_mesh_coordinates,
+)
 from trainium_trainer.compile.process_pool import ProcessPool
 from trainium_trainer.compile.sizes import read_sizes
 from trainium_trainer.configuration.config import Settings, resolve_settings
@@ -54,7 +60,7 @@ def precompile(
     force: Annotated[bool, typer.Option("--force", help="Compile also what is ready.")] = False,
 ) -> None:
     """Compile the graphs of every size of a job before it runs, into this node's cache and the shared one."""
-    requested = _numbers(sizes)
+    requested = _parse_numbers(sizes)
     plan = read_sizes(config, overrides or (), requested=requested, cores_per_node=cores_per_node)
     launches = []
     for nodes in plan.nodes:  # check all sizes before the first one is compiled
@@ -62,7 +68,7 @@ def precompile(
         refuse_unsupported(settings)
         launches.append(settings)
     neuron_environment.apply(plan.config)
-    local, shared = graphs.local_cache(plan.config), graphs.shared_cache(plan.config)
+    local, shared = graphs.find_local_cache(plan.config), graphs.find_shared_cache(plan.config)
     for nodes, settings in zip(plan.nodes, launches, strict=True):
         began = time.monotonic()
         try:
@@ -75,7 +81,7 @@ def precompile(
             ) from error
         summary = (
             f"{nodes} node{'s' if nodes > 1 else ''}: data parallel {settings.dp_size}, "
-            f"{len(_coordinates(settings))} place(s) in the model: {outcome} in {time.monotonic() - began:.1f} s"
+            f"{len(_list_coordinates(settings))} place(s) in the model: {outcome} in {time.monotonic() - began:.1f} s"
         )
         typer.echo(log_lines.format_sentence(summary, logger=__name__))
 
@@ -94,8 +100,9 @@ def _compile(settings: Settings, local: LocalCache | None) -> None:
     """Compile the mesh coordinates of a size in parallel."""
     # Each process uses a core of the device exclusively, as the ranks of a node do.
     pool = ProcessPool(settings.launch.local_world_size if _is_nxd(settings) else len(os.sched_getaffinity(0)))
-    pool.for_each(
-        _coordinates(settings), lambda coordinate, slot: compile_coordinate(settings, coordinate, local, pool, slot)
+    pool.call_for_each(
+        _list_coordinates(settings),
+        lambda coordinate, slot: compile_coordinate(settings, coordinate, local, pool, slot),
     )
 
 
@@ -109,8 +116,8 @@ def compile_coordinate(
     world = settings.launch.world_size
     local_world = settings.launch.local_world_size
     nxd = _is_nxd(settings)
-    rank = first_rank_at(
-        coordinate, settings.config, world, tensor_stride=extraction.tensor_rank_stride(settings) if nxd else 1
+    rank = find_first_rank(
+        coordinate, settings.config, world, tensor_stride=extraction.compute_tensor_rank_stride(settings) if nxd else 1
     )
     request = DryRunRequest(config=settings.config.to_wire(), rank=rank, world_size=world, local_world_size=local_world)
     command = [sys.executable, "-m", "trainium_trainer.compile.dry_run"]
@@ -122,8 +129,10 @@ def compile_coordinate(
         environment[graphs.INDUCTOR_CACHE] = str(local.folder)
     with tempfile.TemporaryDirectory(prefix="trainium-compile-") as scratch:
         if nxd:
-            command = extraction.tool_command(command, scratch)
-            environment |= extraction.environment(rank, world, local_world) | {"NEURON_RT_VISIBLE_CORES": str(slot)}
+            command = extraction.build_tool_command(command, scratch)
+            environment |= extraction.build_environment(rank, world, local_world) | {
+                "NEURON_RT_VISIBLE_CORES": str(slot)
+            }
         try:
             done = pool.run(command, request.model_dump_json(), environment)
         except FileNotFoundError as error:
@@ -138,9 +147,9 @@ def compile_coordinate(
         raise kind(f"compiling for {world} ranks, rank {rank}: {reason}")
 
 
-def _coordinates(settings: Settings) -> tuple[MeshCoordinate, ...]:
-    return mesh_coordinates(
-        settings.config, extraction.ranks_with_distinct_graphs(settings) if _is_nxd(settings) else (0,)
+def _list_coordinates(settings: Settings) -> tuple[MeshCoordinate, ...]:
+    return list_mesh_coordinates(
+        settings.config, extraction.find_ranks_with_distinct_graphs(settings) if _is_nxd(settings) else (0,)
     )
 
 
@@ -148,7 +157,7 @@ def _is_nxd(settings: Settings) -> bool:
     return choose_backend(settings.config.backend, settings.config.device) is BackendChoice.NXD
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise UserError(f"--sizes is {text!r}: write numbers of nodes, for instance --sizes 64,128")

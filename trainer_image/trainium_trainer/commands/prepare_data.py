@@ -71,7 +71,7 @@ def prepare_data(
     from trainium_trainer.data.prepared.build import build  # noqa: PLC0415 - numpy, only for this command
     from trainium_trainer.data.prepared.text_sources import (  # noqa: PLC0415
         PreparedRecipe,
-        cache_directory,
+        find_cache_directory,
         use_cache,
     )
     from trainium_trainer.data.sources.resolve import SourceSpec, pin_source  # noqa: PLC0415
@@ -79,22 +79,22 @@ def prepare_data(
     from trainium_trainer.data.tokens.tokenizer import (  # noqa: PLC0415
         count_entries,
         find_document_bos_prefix,
-        tokenizer_file,
+        find_tokenizer_file,
     )
 
     checked = _check(tokenizer, vocab_size, text_field, workers, max_bad_lines)
     specs = tuple(SourceSpec(pin_source(name), text_field) for name in source)
-    with use_cache(cache_directory(checked)) as cache:
+    with use_cache(find_cache_directory(checked)) as cache:
         if checked.tokenizer.path is not None:
-            file = tokenizer_file(checked.tokenizer)
+            file = find_tokenizer_file(checked.tokenizer)
             count_entries(file)
         else:
             file = train_for_texts(specs, vocab_size, cache)
         recipe = PreparedRecipe(specs, file, max_bad_lines, bos_prefix=find_document_bos_prefix(bos, file))
-        key = recipe.key(cache)
+        key = recipe.compute_key(cache)
     bar = _ProgressBar("documents")
     with bar:
-        manifest = build(output.absolute(), recipe.inputs(), key, workers=workers, progress=bar.update)
+        manifest = build(output.absolute(), recipe.open_inputs(), key, workers=workers, progress=bar.update)
     typer.echo(_format_summary(output, manifest, bar))
 
 
@@ -103,10 +103,12 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
     from trainium_trainer.configuration.config import load  # noqa: PLC0415 - as above
     from trainium_trainer.data.batches.samples import Samples  # noqa: PLC0415
     from trainium_trainer.data.dataset import open_run_data  # noqa: PLC0415
-    from trainium_trainer.data.prepared.text_sources import cache_directory, use_cache  # noqa: PLC0415
+    from trainium_trainer.data.prepared.text_sources import find_cache_directory, use_cache  # noqa: PLC0415
 
     config = load(file, overrides)
-    with use_cache(cache_directory(config.data)) as cache:  # a run can work without its cache, but not the preparation
+    with use_cache(
+        find_cache_directory(config.data)
+    ) as cache:  # a run can work without its cache, but not the preparation
         tempfile.TemporaryFile(dir=cache).close()
     bar = _ProgressBar("documents" if config.data.format is DataFormat.TEXT else "examples")
     with bar:
@@ -116,9 +118,9 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
             "data.tokenization: these data are tokenized while training, so nothing is prepared: set it to Ahead, or "
             "use --source and --output"
         )
-    what = data.report.line() if data.report is not None else f"{data.training.num_samples:,} samples"
+    what = data.report.format_line() if data.report is not None else f"{data.training.num_samples:,} samples"
     speed = f", {bar.new_tokens / bar.seconds:,.0f} tokens/s" if bar.new_tokens else ", all of it was there"
-    typer.echo(f"{cache_directory(config.data)}: {what}{speed}")
+    typer.echo(f"{find_cache_directory(config.data)}: {what}{speed}")
 
 
 def _check(tokenizer: Path | None, vocab_size: int, field: str, workers: int | None, bad: int | None) -> DataConfig:

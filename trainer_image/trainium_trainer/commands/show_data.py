@@ -75,7 +75,7 @@ def show_data(
     tokenizer = load_tokenizer(data.tokenizer)
     display = _Display(tokenizer, console.is_terminal and not console.no_color, borders=borders, ids=ids)
     seen: Sequence[int] = ()
-    for number, sample in enumerate(_samples(run, data, first, samples), start=first):
+    for number, sample in enumerate(_iterate_samples(run, data, first, samples), start=first):
         _print_sample(console, display, number, sample, run.data)
         if sample and not seen:
             seen = sample[0].ids
@@ -85,7 +85,9 @@ def show_data(
         console.print(Text(f"\nwarning: {difference}", "yellow"), soft_wrap=True)
 
 
-def _samples(config: TrainingConfig, data: Dataset, first: int, count: int) -> Iterator[list[DisplayedTokens] | None]:
+def _iterate_samples(
+    config: TrainingConfig, data: Dataset, first: int, count: int
+) -> Iterator[list[DisplayedTokens] | None]:
     """Yield samples by position; None for the padding of an epoch."""
     from trainium_trainer.data.batches.samples import Samples, TextSample  # noqa: PLC0415
     from trainium_trainer.data.examples.sample_sources import ExampleSample, PairSample  # noqa: PLC0415 - as above
@@ -94,13 +96,13 @@ def _samples(config: TrainingConfig, data: Dataset, first: int, count: int) -> I
     if not isinstance(training, Samples):
         yield from _read_streamed_samples(config, data, first, count)
         return
-    for sample in training.at(first, count):
+    for sample in training.read_at(first, count):
         if isinstance(sample, ExampleSample | PairSample):
             yield [
                 DisplayedTokens(ids.tolist(), [False, *loss_mask[1:].tolist()]) for ids, loss_mask in sample.examples
             ]
         elif isinstance(sample, TextSample):
-            loss_mask = sample.rows(training.rules)[0].loss_mask
+            loss_mask = sample.list_rows(training.rules)[0].loss_mask
             yield [DisplayedTokens(sample.tokens.tolist(), [False, *loss_mask.tolist()])]
         else:
             yield None
@@ -118,7 +120,7 @@ def _read_streamed_samples(
     loader = open_loader(data, Share(global_size=batch, micro_size=1, dp_rank=0, dp_size=1))
     try:
         for position in range(first, first + count):
-            micro = loader.batch_at(position // batch * batch).micro_batches[position % batch]
+            micro = loader.read_batch(position // batch * batch).micro_batches[position % batch]
             inputs, labels = micro.inputs[0].tolist(), micro.labels[0].tolist()
             yield [DisplayedTokens(inputs, [False, *(label != IGNORED_LABEL for label in labels[:-1])])]
     finally:
@@ -221,7 +223,7 @@ def _format_counts(config: TrainingConfig, report: DataReport) -> list[tuple[str
 def _print_histogram(console: Console, report: DataReport) -> None:
     from rich.text import Text  # noqa: PLC0415
 
-    bars = report.histogram()
+    bars = report.build_histogram()
     largest = max((count for _, _, count in bars), default=1)
     width = len(f"{bars[-1][1]:,}") if bars else 1
     console.print(Text("\ntokens of an example, before it is cut or dropped", "bold"))

@@ -52,7 +52,7 @@ class MeshCoordinate:
     context: int = 0
 
 
-def mesh_coordinates(config: TrainingConfig, data_ranks: Sequence[int] = (0,)) -> tuple[MeshCoordinate, ...]:
+def list_mesh_coordinates(config: TrainingConfig, data_ranks: Sequence[int] = (0,)) -> tuple[MeshCoordinate, ...]:
     """Return all coordinates of a configuration; ranks not in `data_ranks` have the graphs of one of them."""
     degrees = config.parallelism
     stages, parts, chunks = range(degrees.pipeline), range(degrees.tensor), range(degrees.context)
@@ -65,7 +65,7 @@ def mesh_coordinates(config: TrainingConfig, data_ranks: Sequence[int] = (0,)) -
     )
 
 
-def first_rank_at(
+def find_first_rank(
     coordinate: MeshCoordinate, settings_config: TrainingConfig, world_size: int, *, tensor_stride: int = 1
 ) -> int:
     """Return the first rank at a coordinate; pipeline x data x context x tensor, tensor the fastest.
@@ -110,24 +110,24 @@ def dry_run(settings: Settings) -> None:
     with ZeroedBuffers():
         backend.build()
         backend.initialize(settings.config.seed)
-        batches = _batches(settings)
+        batches = _create_batches(settings)
         for _ in range(_STEPS):
             for number, batch in enumerate(batches, start=1):
                 backend.accumulate(batch, last=number == len(batches))
-            backend.totals(stop=False, memory_ends=False, vote=0)
+            backend.sum_totals(stop=False, memory_ends=False, vote=0)
             backend.step(
                 divisor=sum(batch.divisor for batch in batches),
                 learning_rate=settings.config.optimizer.learning_rate,
                 clip_norm=settings.config.optimizer.clip_norm,
             )
-            backend.parameter_norm()
+            backend.compute_parameter_norm()
         backend.evaluate(batches)
         if settings.config.tuning.objective is not None:
-            backend.reference_log_probs(batches)
+            backend.compute_reference_log_probs(batches)
     backend.close()
 
 
-def _batches(settings: Settings) -> list[MicroBatch]:
+def _create_batches(settings: Settings) -> list[MicroBatch]:
     """Return micro-batches of arbitrary tokens; all of a step for a pipeline, whose schedule needs their number."""
     import torch  # noqa: PLC0415 - nobody else who imports this needs it
 

@@ -24,7 +24,7 @@ from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_contract.wire import worker_env
 from trainium_contract.worker_process.compile_cache import LocalCache, SharedCache
-from trainium_trainer.backends.nxd.extraction import ranks_with_distinct_graphs
+from trainium_trainer.backends.nxd.extraction import find_ranks_with_distinct_graphs
 from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import COMPILER_FLAGS, uses_neuron
 
@@ -75,7 +75,7 @@ def describe_graphs(settings: Settings, *, image: str, flags: Sequence[str]) -> 
         "microBatches": settings.passes if config.parallelism.pipeline > 1 else 0,
     }
     # Entries of versions that compiled only one kind of data-parallel rank are incomplete.
-    if config.backend is not BackendChoice.NATIVE and (kinds := ranks_with_distinct_graphs(settings)) != (0,):
+    if config.backend is not BackendChoice.NATIVE and (kinds := find_ranks_with_distinct_graphs(settings)) != (0,):
         compute["dataRanks"] = kinds
     if config.tuning != TuningConfig():
         compute["tuning"] = config.tuning.to_wire()
@@ -101,7 +101,7 @@ _COMPILERS = ("trainium-trainer", "torch", "neuronx-cc", "torch-neuronx", "torch
 _NOT_IN_KEY = ("--retry_failed_compilation", "--cache_dir")
 
 
-def local_cache(config: TrainingConfig, environment: Mapping[str, str] = os.environ) -> LocalCache | None:
+def find_local_cache(config: TrainingConfig, environment: Mapping[str, str] = os.environ) -> LocalCache | None:
     """Return the compiler's folder on this node; None for one in S3, which the compiler accesses itself."""
     if uses_neuron(config):
         location = config.neuron.cache_directory or environment.get(CACHE_URL) or _NEURON_DEFAULT
@@ -110,7 +110,7 @@ def local_cache(config: TrainingConfig, environment: Mapping[str, str] = os.envi
     return LocalCache(Path(environment.get(INDUCTOR_CACHE) or f"{cache_home}/trainium/compiled"))
 
 
-def shared_cache(config: TrainingConfig) -> SharedCache | None:
+def find_shared_cache(config: TrainingConfig) -> SharedCache | None:
     """Return the folder that nodes share; None if none is configured."""
     location = config.neuron.shared_cache_directory
     return SharedCache(Path(location)) if location else None
@@ -121,11 +121,11 @@ def compute_key(settings: Settings) -> str:
     flags = shlex.split(os.environ.get(COMPILER_FLAGS, "")) if uses_neuron(settings.config) else []
     flags_in_key = [flag for flag in flags if not flag.startswith(_NOT_IN_KEY)]
     return digest_of_graphs(
-        describe_graphs(settings, image=os.environ.get(worker_env.ENV_IMAGE) or _versions(), flags=flags_in_key)
+        describe_graphs(settings, image=os.environ.get(worker_env.ENV_IMAGE) or _read_versions(), flags=flags_in_key)
     )
 
 
-def _versions() -> str:
+def _read_versions() -> str:
     """Return the versions of the compiler and libraries, for runs without an image name."""
     versions = {}
     for name in _COMPILERS:
@@ -153,7 +153,7 @@ def refuse_extraction() -> None:
 
 def fill_local_cache(settings: Settings) -> None:
     """Copy the graphs of this run's size from the shared cache, where both caches are folders."""
-    shared, local = shared_cache(settings.config), local_cache(settings.config)
+    shared, local = find_shared_cache(settings.config), find_local_cache(settings.config)
     if shared is None or local is None:
         return
     key = compute_key(settings)

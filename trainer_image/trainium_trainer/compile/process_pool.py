@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trainium_contract.worker_process.process_tree import list_descendants
-from trainium_trainer.evaluate.memory import available_bytes
+from trainium_trainer.evaluate.memory import read_available_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ def count_parallel(left: int, max_processes: int, available: int | None, size: i
 class ProcessPool:
     """Runs work for each of some items in separate processes."""
 
-    def __init__(self, max_processes: int, available: Callable[[], int | None] = available_bytes) -> None:
+    def __init__(self, max_processes: int, available: Callable[[], int | None] = read_available_bytes) -> None:
         """Create the runner; `max_processes` is the maximum number of parallel processes."""
         self._max_processes = max_processes
         self._available = available
@@ -53,7 +53,7 @@ class ProcessPool:
         self.parallel_processes = 1
         """The number of processes that ran in parallel."""
 
-    def for_each(self, items: Sequence[T], work: Callable[[T, int], None]) -> None:
+    def call_for_each(self, items: Sequence[T], work: Callable[[T, int], None]) -> None:
         """Call `work` with each item and the number of its slot, which no two share at a time.
 
         `work` calls `run`. The first error is raised after all processes have ended.

@@ -61,11 +61,11 @@ def resolve_sizes(
     spec = parse_job_spec(path, document)
     config = parse(spec.training_config().to_wire(), overrides, str(path))
     shape = config.batch_shape(cores_per_node or spec.workers.accelerator.cores(), spec.elasticity.sizes)
-    nodes = _check_legal(shape, requested) if requested else _sizes_of_job(path, spec, shape)
+    nodes = _check_legal(shape, requested) if requested else _find_job_sizes(path, spec, shape)
     return CompileSizes(config, shape.cores_per_node, nodes, spec.workers.accelerator.instance_type or "")
 
 
-def _sizes_of_job(path: Path, spec: TrainingJobSpec, shape: BatchShape) -> tuple[int, ...]:
+def _find_job_sizes(path: Path, spec: TrainingJobSpec, shape: BatchShape) -> tuple[int, ...]:
     nodes = spec.useful_sizes()
     if not nodes:
         raise UserError(

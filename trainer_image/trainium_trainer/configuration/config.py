@@ -26,12 +26,12 @@ from trainium_contract.trainer.tuning import BASE_REFERENCE, TuningConfig
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity
-from trainium_trainer.configuration.model_shape import check_parallelism, initial_shape, resolve_shape
+from trainium_trainer.configuration.model_shape import check_parallelism, read_initial_shape, resolve_shape
 from trainium_trainer.data.prepared.s3_copy import find_vocabulary_size, has_prepared_sources
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, explain_conversion
 from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.trainable import TrainableParameters, refuse_untrained_rows, select_trainable
-from trainium_trainer.validation_errors import explain, first_problem, validate
+from trainium_trainer.validation_errors import explain, find_first_problem, validate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,7 +94,7 @@ class Settings:
         """The number of micro-batches per step on each data-parallel rank."""
         return count_micro_batches(self.batch, self.config.batch.micro_size, self.dp_size)
 
-    def fixed_settings(self, data_identity: str, tokenizer: str, begin: Mapping[str, str]) -> dict[str, Any]:
+    def list_fixed_settings(self, data_identity: str, tokenizer: str, begin: Mapping[str, str]) -> dict[str, Any]:
         """Return the settings that must not change between runs of one history, by name.
 
         Data, tokenizer and initial weights (`begin`) are given by digests.
@@ -160,13 +160,13 @@ def parse(document: dict[str, Any], overrides: Sequence[str], source: str) -> Tr
     """Validate fields with overrides applied; `source` is their origin, for errors. Raises UserError."""
     origins = {_apply_override(document, override): f"--set {override}" for override in overrides}
     try:
-        return _with_tokenizer(TrainingConfig.model_validate(document))
+        return _choose_tokenizer(TrainingConfig.model_validate(document))
     except ValidationError as error:
-        where = _find_override(first_problem(error.errors())["loc"], origins) or source
+        where = _find_override(find_first_problem(error.errors())["loc"], origins) or source
         raise UserError(f"{where}: {explain(error, TrainingConfig)}") from error
 
 
-def _with_tokenizer(config: TrainingConfig) -> TrainingConfig:
+def _choose_tokenizer(config: TrainingConfig) -> TrainingConfig:
     """Use the tokenizer of the initial model if none is configured. Raises UserError.
 
     No tokenizer is ever trained for an initial model, because its embedding would not match.
@@ -196,11 +196,11 @@ def check_tuning(config: TrainingConfig, shape: ModelShape) -> TrainableParamete
             "with, or leave tuning out"
         )
     if location is not None and tuning.freezes:
-        refuse_untrained_rows(trainable, shape, location, initial_shape(location, tuning).vocab_size)
+        refuse_untrained_rows(trainable, shape, location, read_initial_shape(location, tuning).vocab_size)
     return trainable
 
 
-def with_steps(config: TrainingConfig, epoch_samples: int | None) -> TrainingConfig:
+def resolve_steps(config: TrainingConfig, epoch_samples: int | None) -> TrainingConfig:
     """Return the configuration with the steps and warm-up of `epochs` and `warmupRatio`, given `epoch_samples`.
 
     Raises UserError.
@@ -243,12 +243,14 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     memory = environment.get(worker_env.ENV_MEMORY_DIRECTORY)
     progress = environment.get(worker_env.ENV_PROGRESS_FILE)
     launch = Launch(
-        rank=_number(environment, "RANK", 0),
-        local_rank=_number(environment, "LOCAL_RANK", 0),
-        world_size=_number(environment, "WORLD_SIZE", 1),
-        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", _number(environment, "WORLD_SIZE", 1)),
-        generation=_number(environment, worker_env.ENV_GENERATION, 0),
-        attempt=_number(environment, worker_env.ENV_ATTEMPT, _number(environment, "TORCHELASTIC_RESTART_COUNT", 0)),
+        rank=_read_number(environment, "RANK", 0),
+        local_rank=_read_number(environment, "LOCAL_RANK", 0),
+        world_size=_read_number(environment, "WORLD_SIZE", 1),
+        local_world_size=_read_number(environment, "LOCAL_WORLD_SIZE", _read_number(environment, "WORLD_SIZE", 1)),
+        generation=_read_number(environment, worker_env.ENV_GENERATION, 0),
+        attempt=_read_number(
+            environment, worker_env.ENV_ATTEMPT, _read_number(environment, "TORCHELASTIC_RESTART_COUNT", 0)
+        ),
         run_id=environment.get(worker_env.ENV_RUN_ID, ""),
         cause=environment.get(worker_env.ENV_CAUSE, ""),
         progress_file=Path(progress) if progress else None,
@@ -268,7 +270,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     return launch
 
 
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+def _read_number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, "").strip()
     if not text:
         return default

@@ -32,7 +32,7 @@ def resolve_shape(
     file is unusable, the vocabulary is smaller than the tokenizer's, or a width cannot be divided into heads.
     """
     if model.weights is not None:
-        return _shape_of_weights(model, initial_shape(model.weights, tuning), tokenizer_vocabulary, tensor)
+        return _read_weights_shape(model, read_initial_shape(model.weights, tuning), tokenizer_vocabulary, tensor)
     if model.path is None:
         base = PRESETS[model.preset]
     else:
@@ -67,7 +67,7 @@ _CHANGEABLE = ("max_positions", "rope_theta", "norm_eps", "initial_std")
 _PADDED_TO = 128
 
 
-def initial_shape(location: str, tuning: TuningConfig | None) -> ModelShape:
+def read_initial_shape(location: str, tuning: TuningConfig | None) -> ModelShape:
     """Return the shape of the initial model with the initial adapter of `tuning`. Raises UserError, StorageError."""
     from trainium_trainer.weights.folder import open_shape  # noqa: PLC0415 - only who begins with a model
 
@@ -76,10 +76,10 @@ def initial_shape(location: str, tuning: TuningConfig | None) -> ModelShape:
         return base
     from trainium_trainer.weights.adapter import AdapterWeights  # noqa: PLC0415 - as above
 
-    return AdapterWeights.open(tuning.lora.adapter, tied=base.tie_embeddings).shape_beside(base)
+    return AdapterWeights.open(tuning.lora.adapter, tied=base.tie_embeddings).compute_shape(base)
 
 
-def _shape_of_weights(model: ModelConfig, base: ModelShape, tokenizer_vocabulary: int, tensor: int) -> ModelShape:
+def _read_weights_shape(model: ModelConfig, base: ModelShape, tokenizer_vocabulary: int, tensor: int) -> ModelShape:
     """Return the shape of the initial model, its vocabulary grown to the tokenizer's and padded for the ranks.
 
     It is padded only if the ranks cannot divide it, and then also to a multiple of 128, so that it is the same at every

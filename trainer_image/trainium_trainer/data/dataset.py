@@ -27,7 +27,7 @@ from trainium_trainer.data.examples.dataset import DataReport, open_examples
 from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.online.streams import Streams, open_streams
 from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedData, TokenRange
-from trainium_trainer.data.prepared.text_sources import TextSources, with_cache
+from trainium_trainer.data.prepared.text_sources import TextSources, run_with_cache
 from trainium_trainer.data.sources.files import is_in_store
 from trainium_trainer.data.sources.resolve import find_validation_source, list_sources
 from trainium_trainer.data.tokens.tokenizer import (
@@ -35,9 +35,9 @@ from trainium_trainer.data.tokens.tokenizer import (
     count_entries,
     find_document_bos_prefix,
     find_end_of_document,
+    find_tokenizer_file,
     hash_tokenizer,
     load_tokenizer,
-    tokenizer_file,
 )
 from trainium_trainer.exits import UserError
 
@@ -101,7 +101,9 @@ def open_data(
     """
     filled = 1 if steps_differ else global_size
     if config.format is not DataFormat.TEXT:
-        sets = with_cache(config, lambda cache: open_examples(config, cache, filled, epochs=epochs, progress=progress))
+        sets = run_with_cache(
+            config, lambda cache: open_examples(config, cache, filled, epochs=epochs, progress=progress)
+        )
         named = config.examples.chat.template is not None
         template = sets.sources[0].recipe.chat_templates.default if named else None
         return Dataset(sets.training, sets.validation, sets.identity, sets.tokenizer, sets.report, template)
@@ -118,7 +120,7 @@ def open_data(
         if _tokenizes_online(texts, epochs=epochs > 0, steps_differ=steps_differ):
             training, held_back, facts = open_streams(texts, rules, global_size)
         else:
-            whole = [texts.tokens(text_source, progress) for text_source in texts.sources]
+            whole = [texts.open_tokens(text_source, progress) for text_source in texts.sources]
             training_parts, held_back = _divide(texts, whole)
             batch = filled if epochs else None
             training = _build_samples(config, training_parts, rules, texts.weights, batch)
@@ -127,7 +129,7 @@ def open_data(
                 facts["epochs"] = batch
         return Dataset(training, _build_validation(texts, held_back, rules), _compute_identity(texts, facts), tokenizer)
 
-    return with_cache(config, open_text)
+    return run_with_cache(config, open_text)
 
 
 def open_run_data(config: TrainingConfig, progress: Callable[[BuildProgress], None] | None = None) -> Dataset:
@@ -145,7 +147,7 @@ def refuse_unusable(config: DataConfig) -> None:
     """Raise the UserErrors of opening the data that need no record; build and import nothing."""
     if config.tokenizer.path is None:
         return
-    file = tokenizer_file(config.tokenizer)
+    file = find_tokenizer_file(config.tokenizer)
     if config.format is DataFormat.TEXT:
         find_end_of_document(file)
         find_document_bos_prefix(config.bos, file)
@@ -154,19 +156,19 @@ def refuse_unusable(config: DataConfig) -> None:
         if not is_in_store(name):
             recipe = build_recipe(config, name, file)
             if config.format is DataFormat.FUNCTION:
-                recipe.key_of_function()
+                recipe.compute_function_key()
             else:
                 recipe.record_format(())
 
 
-def text_prompt_ids(config: DataConfig, texts: Sequence[str]) -> list[tuple[int, ...]]:
+def encode_text_prompts(config: DataConfig, texts: Sequence[str]) -> list[tuple[int, ...]]:
     """Encode texts to continue, with the BOS prefix of documents in training. Format Text.
 
     Empty with data.bos `Auto`, where the model's tokenizer decides how a text begins. Raises UserError or StorageError.
     """
     if config.bos is BosToken.AUTO:
         return [()] * len(texts)
-    sources = with_cache(config, lambda cache: TextSources.open(config, cache))
+    sources = run_with_cache(config, lambda cache: TextSources.open(config, cache))
     tokenizer = load_tokenizer(sources.tokenizer)
     tokenizer.encode_special_tokens = False  # a prompt may contain special tokens
     encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -252,7 +254,7 @@ def _build_validation(texts: TextSources, sources: list[TextSampleSource], rules
     if validation is None:
         return None
     if (name := find_validation_source(config)) is not None:
-        sources, weights = [TextSampleSource(name, texts.validation_source(name))], [1.0]
+        sources, weights = [TextSampleSource(name, texts.open_validation_source(name))], [1.0]
     for source in sources:
         if source.sequence.tokens < 2:
             raise UserError(

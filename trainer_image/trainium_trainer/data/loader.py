@@ -91,7 +91,7 @@ def build_micro_batch(samples: Sequence[Sample | None], rules: SampleRules, firs
     positions = torch.arange(length).repeat(count, 1) if rules.masked else None
     answers, references = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
     for index, sample in enumerate(samples):
-        for number, row in enumerate(() if sample is None else sample.rows(rules), start=index * rules.rows):
+        for number, row in enumerate(() if sample is None else sample.list_rows(rules), start=index * rules.rows):
             end = len(row.inputs)
             inputs[number, :end] = torch.from_numpy(row.inputs.astype("int64"))
             labels[number, :end] = torch.from_numpy(np.where(row.loss_mask, row.targets.astype("int64"), IGNORED_LABEL))
@@ -127,9 +127,11 @@ def divide_samples(
         yield build_micro_batch(samples[start : start + micro_size], rules, None if first is None else first + start)
 
 
-def validation_batches(data: ValidationSet, *, dp_rank: int, dp_size: int, micro_size: int) -> Iterator[MicroBatch]:
+def iterate_validation_batches(
+    data: ValidationSet, *, dp_rank: int, dp_size: int, micro_size: int
+) -> Iterator[MicroBatch]:
     """Yield one rank's share of a validation: equally many micro-batches on every rank, some of them empty."""
-    return divide_samples(data.samples_of_rank(dp_rank, dp_size), data.rules, micro_size)
+    return divide_samples(data.read_rank_samples(dp_rank, dp_size), data.rules, micro_size)
 
 
 class Loader:
@@ -145,7 +147,7 @@ class Loader:
         self._prepared: deque[tuple[int, Future[RankBatch]]] = deque()
         self._empty: MicroBatch | None = None
 
-    def batch_at(self, position: int) -> RankBatch:
+    def read_batch(self, position: int) -> RankBatch:
         """Return this rank's share of the step that starts at global sample `position`. Raises UserError."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
@@ -161,7 +163,7 @@ class Loader:
         return batch.result()
 
     def _prepare(self, position: int) -> RankBatch:
-        samples, first = self._reader.read(position), self._share.at(position).start
+        samples, first = self._reader.read(position), self._share.list_positions(position).start
         numbers = tuple(sample.number for sample in samples if sample is not None)
         return RankBatch(self._build_micro_batches(samples, first), numbers)
 

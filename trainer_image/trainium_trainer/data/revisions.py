@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, ValidationError
 
 from trainium_contract.base import MessageModel
-from trainium_trainer.data.examples.recipe import with_date
+from trainium_trainer.data.examples.recipe import pin_date
 from trainium_trainer.data.sources.files import HUB
 from trainium_trainer.data.sources.hub import (
     HubFiles,
@@ -80,7 +80,7 @@ class RunRevisions:
 
         Collective if data come from the hub or depend on a date. Raises UserError and StorageError.
         """
-        dated = with_date(config, None) != config
+        dated = pin_date(config, None) != config
         if not dated and not any(name.startswith(HUB) for name in list_locations(config)):
             return config
         self._known = self._read()
@@ -89,7 +89,7 @@ class RunRevisions:
             first = _Record.model_validate_json(self._store.get(RECORD_NAME))
             self._commits, self._date = first.commits, first.date
         if dated:
-            config = with_date(config, self._date or self._known.date)
+            config = pin_date(config, self._date or self._known.date)
             self._date = config.examples.chat.date
         split, sources = config.validation, config.sources
         pinned = config.model_copy(

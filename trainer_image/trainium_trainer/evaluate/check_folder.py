@@ -33,7 +33,7 @@ class FolderCheck:
     difference: float | None
     """The largest difference of a logit from the base's, None without a base; 0: the tuning had no effect."""
 
-    def problem(self, folder: str, base: str | None) -> str | None:
+    def find_problem(self, folder: str, base: str | None) -> str | None:
         """Return a message if the folder must be wrong, else an empty text."""
         if not self.finite:
             return f"{folder}: a forward pass gives values that are not finite: do not use this model"

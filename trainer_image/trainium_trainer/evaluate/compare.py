@@ -13,7 +13,7 @@ from trainium_trainer.evaluate.answering.folder import (
     ComputeType,
     ModelFiles,
     ModelLocations,
-    local_folder,
+    open_local_folder,
     open_model_files,
     open_models,
 )
@@ -70,7 +70,7 @@ def compare(
         if not all(math.isfinite(outcome.log_likelihood) for outcome in after):
             notes.append("The model gives values that are not finite: do not use it.")
         if base is not None:
-            folder = stack.enter_context(local_folder(base, lambda: heartbeat(1 / parts)))
+            folder = stack.enter_context(open_local_folder(base, lambda: heartbeat(1 / parts)))
             other = open_model_files(folder, tokenizer_from=model_files.adapter or model_files.path)
             if question_set.largest_token >= other.vocabulary:
                 notes.append("The base does not know tokens that were added, so it was not asked.")
@@ -111,7 +111,7 @@ def _score_questions(
     computed = ""
     if peers.rank in readers:
         mine = select_batches(
-            question_set.batches(settings.generation.batch_size), readers.index(peers.rank), len(readers)
+            question_set.group_into_batches(settings.generation.batch_size), readers.index(peers.rank), len(readers)
         )
         heartbeat(0.0)
         model = load(model_files, device=settings.device, precision=settings.precision)

@@ -16,12 +16,12 @@ _ROUGE = "rougeL"
 _scorer = rouge_scorer.RougeScorer([_ROUGE])
 
 
-def exact_match(answer: str, reference: str) -> bool:
+def is_exact_match(answer: str, reference: str) -> bool:
     """Return whether the texts are equal, ignoring surrounding whitespace."""
     return answer.strip() == reference.strip()
 
 
-def rouge_l(answer: str, reference: str) -> float | None:
+def compute_rouge_l(answer: str, reference: str) -> float | None:
     """Return the F-measure of the longest common subsequence of words, 0 to 1, by `rouge_score`.
 
     The library considers only the letters a to z and digits; None for a reference without any.
@@ -31,7 +31,7 @@ def rouge_l(answer: str, reference: str) -> float | None:
     return float(_scorer.score(reference, answer)[_ROUGE].fmeasure)
 
 
-def perplexity(log_likelihood: float, tokens: int) -> float:
+def compute_perplexity(log_likelihood: float, tokens: int) -> float:
     """Return the perplexity of a summed natural log-likelihood of `tokens` tokens; infinite on overflow."""
     try:
         return math.exp(-log_likelihood / tokens)
@@ -39,7 +39,7 @@ def perplexity(log_likelihood: float, tokens: int) -> float:
         return math.inf
 
 
-def likeliest(log_likelihoods: Sequence[float]) -> int:
+def find_likeliest(log_likelihoods: Sequence[float]) -> int:
     """Return the index of the largest value, the first of equal ones."""
     return max(range(len(log_likelihoods)), key=lambda index: (log_likelihoods[index], -index))
 
@@ -51,13 +51,13 @@ def label_in(answer: str, labels: Sequence[str]) -> int | None:
     return max(matching, key=lambda index: (len(labels[index]), -index), default=None)
 
 
-def mean(values: Iterable[float | None]) -> float | None:
+def compute_mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are not None, in any order; None without values."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 
 
-def standard_error(values: Iterable[float | None]) -> float | None:
+def compute_standard_error(values: Iterable[float | None]) -> float | None:
     """Return the standard error of that mean; None for fewer than two values."""
     known = [value for value in values if value is not None]
     return statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None

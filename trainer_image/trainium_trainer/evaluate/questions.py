@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.examples import DataFormat
-from trainium_trainer.data.dataset import open_data, text_prompt_ids
+from trainium_trainer.data.dataset import encode_text_prompts, open_data
 from trainium_trainer.data.examples.held_out import HeldOutExample, build_prompts, read_held_out
 from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, ModelLocations, open_models
 from trainium_trainer.evaluate.answering.generation import GeneratedAnswer, check_prompts, generate
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainium_trainer.evaluate.answering.endpoint import Endpoint
 
 
-def held_out_questions(config: DataConfig, samples: int) -> QuestionSet:
+def read_held_out_questions(config: DataConfig, samples: int) -> QuestionSet:
     """Return at most `samples` of the examples that `data.validation` holds back, always the same ones.
 
     Samples of running text have `sequenceLength` tokens and no answer. Raises UserError, also if there are none, and
@@ -38,7 +38,7 @@ def held_out_questions(config: DataConfig, samples: int) -> QuestionSet:
     if config.validation is None:
         raise UserError("data.validation is not given, so no examples are held back: give it a fraction or a source")
     if config.format is DataFormat.TEXT:
-        return _running_text(config, samples)
+        return _read_running_text(config, samples)
     split = read_held_out(config, samples)
     if not split.examples:
         raise UserError(
@@ -53,22 +53,24 @@ def held_out_questions(config: DataConfig, samples: int) -> QuestionSet:
 def encode_training_prompts(config: DataConfig, prompts: Sequence[PromptInput]) -> list[HeldOutExample]:
     """Build prompts by the training's template, with their token ids in training. Raises UserError."""
     if config.format is DataFormat.TEXT:
-        texts = [plain_text(prompt) for prompt in prompts]
-        encoded = list(zip(texts, text_prompt_ids(config, texts), strict=True))
+        texts = [read_plain_text(prompt) for prompt in prompts]
+        encoded = list(zip(texts, encode_text_prompts(config, texts), strict=True))
     else:
         encoded = build_prompts(config, prompts)
     return [HeldOutExample(prompt=text, prompt_ids=ids) for text, ids in encoded]
 
 
-def _running_text(config: DataConfig, samples: int) -> QuestionSet:
+def _read_running_text(config: DataConfig, samples: int) -> QuestionSet:
     assert config.validation is not None
     validation = config.validation.model_copy(update={"samples": samples})
     data = open_data(config.model_copy(update={"validation": validation}), 1)
     assert data.validation is not None
     rules = data.validation.rules
-    rows = [sample.rows(rules)[0] for sample in data.validation.samples_of_rank(0, 1) if sample is not None]
+    rows = [sample.list_rows(rules)[0] for sample in data.validation.read_rank_samples(0, 1) if sample is not None]
     texts = [[*row.inputs.tolist(), int(row.targets[-1])] for row in rows]
-    pieces = [piece for text in texts for piece in _documents(text, rules.end_of_document) if len(piece) > 1]
+    pieces = [
+        piece for text in texts for piece in _divide_into_documents(text, rules.end_of_document) if len(piece) > 1
+    ]
     if not pieces:
         raise UserError("data.validation: holds back no text: raise data.validation.fraction")
     return QuestionSet(
@@ -79,7 +81,7 @@ def _running_text(config: DataConfig, samples: int) -> QuestionSet:
     )
 
 
-def _documents(tokens: list[int], end: int | None) -> Iterator[list[int]]:
+def _divide_into_documents(tokens: list[int], end: int | None) -> Iterator[list[int]]:
     """Yield the parts of a sample whose tokens attend to each other."""
     start = 0
     for position, token in enumerate(tokens, start=1):
@@ -106,13 +108,13 @@ def read_prompts(file: Path) -> list[PromptInput]:
     except UnicodeDecodeError as error:
         raise UserError(f"--prompts {file}: is not UTF-8 text: write one prompt on each line") from error
     plain = (line for line in text.splitlines() if line.strip())
-    prompts: list[PromptInput] = list(_records(file, text) if file.suffix == ".jsonl" else plain)
+    prompts: list[PromptInput] = list(_read_records(file, text) if file.suffix == ".jsonl" else plain)
     if not prompts:
         raise UserError(f"--prompts {file}: holds no prompt: write one on each line")
     return prompts
 
 
-def plain_text(prompt: PromptInput) -> str:
+def read_plain_text(prompt: PromptInput) -> str:
     """Return the prompt of a record without a configured format. Raises UserError."""
     if isinstance(prompt, str):
         return prompt
@@ -125,7 +127,7 @@ def plain_text(prompt: PromptInput) -> str:
     )
 
 
-def _records(file: Path, text: str) -> Iterator[PromptInput]:
+def _read_records(file: Path, text: str) -> Iterator[PromptInput]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -145,7 +147,7 @@ def build_questions(prompts: Sequence[PromptInput], data: DataConfig | None) -> 
     """Build questions from a user's prompts; without data the tokenizer encodes them later. Raises UserError."""
     if data is not None:
         return encode_training_prompts(data, prompts)
-    return [HeldOutExample(prompt=plain_text(prompt), prompt_ids=()) for prompt in prompts]
+    return [HeldOutExample(prompt=read_plain_text(prompt), prompt_ids=()) for prompt in prompts]
 
 
 def answer_questions(
@@ -173,7 +175,7 @@ def measure_endpoint(
     heartbeat: Callable[[float], None],
 ) -> EvaluationResult:
     """Return the figures of a served model on held-out examples, from its answers only. Raises UserError."""
-    question_set = held_out_questions(data, samples)
+    question_set = read_held_out_questions(data, samples)
     if not question_set.has_answers:
         raise UserError("data.format is Text, which has no answers: measure the folder itself")
     with ThreadPoolExecutor(generation.batch_size) as pool:

@@ -64,11 +64,11 @@ class EvaluationResult(MessageModel):
     tasks: TaskReport | None = None
     """The figures of benchmark tasks with their standard errors."""
 
-    def with_tasks(self, report: TaskReport) -> EvaluationResult:
+    def add_tasks(self, report: TaskReport) -> EvaluationResult:
         """Return this result with the figures of tasks."""
         return self.model_copy(update={"tasks": report, "figures": (*self.figures, *report.compared)})
 
-    def to_message(self) -> str:
+    def format_message(self) -> str:
         """Return the figures as a pod's termination message, as many as it can hold."""
         results = RunResults().set_evaluation(self.figures)
         while len(message := results.model_dump_json(by_alias=True, exclude_defaults=True)) > _MESSAGE_BYTES:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from trainium_trainer.evaluate import metrics
 from trainium_trainer.evaluate.answering.generation import (
     GeneratedAnswer,
-    batch_by_length,
     compute_likelihoods,
     draw_seeds,
     generate,
+    group_by_length,
 )
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ class QuestionSet:
         """The largest id in any prompt or answer."""
         return max(max(question.prompt_ids + question.answer_ids) for question in self.questions)
 
-    def batches(self, size: int) -> list[list[int]]:
+    def group_into_batches(self, size: int) -> list[list[int]]:
         """Return the indices of the questions in batches of `size`."""
-        return batch_by_length([len(question.prompt_ids) for question in self.questions], size)
+        return group_by_length([len(question.prompt_ids) for question in self.questions], size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +142,8 @@ def score_answer(
         log_likelihood=log_likelihood,
         tokens=tokens,
         answer=text,
-        exact_match=None if text is None else metrics.exact_match(text, question.answer),
-        rouge_l=None if text is None or question_set.labels else metrics.rouge_l(text, question.answer),
+        exact_match=None if text is None else metrics.is_exact_match(text, question.answer),
+        rouge_l=None if text is None or question_set.labels else metrics.compute_rouge_l(text, question.answer),
         label_is_likeliest=label_is_likeliest,
         label_is_generated=None
         if text is None or not question_set.labels
@@ -159,7 +159,9 @@ def _choose_labels(
     results = compute_likelihoods(model, pairs, batch_size=len(questions), heartbeat=heartbeat)
     count = len(question_set.labels)
     return [
-        metrics.likeliest([likelihood.log_likelihood for likelihood in results[index * count : (index + 1) * count]])
+        metrics.find_likeliest(
+            [likelihood.log_likelihood for likelihood in results[index * count : (index + 1) * count]]
+        )
         for index in range(len(questions))
     ]
 
@@ -174,6 +176,8 @@ def compute_figures(outcomes: Sequence[QuestionScore]) -> dict[str, tuple[float,
         "exactMatch": [outcome.exact_match for outcome in outcomes],
         "rougeL": [outcome.rouge_l for outcome in outcomes],
     }
-    rows = {name: (metrics.mean(values), metrics.standard_error(values)) for name, values in scores.items()}
-    rows = {"perplexity": (metrics.perplexity(total, tokens) if tokens else None, None), **rows}
+    rows = {
+        name: (metrics.compute_mean(values), metrics.compute_standard_error(values)) for name, values in scores.items()
+    }
+    rows = {"perplexity": (metrics.compute_perplexity(total, tokens) if tokens else None, None), **rows}
     return {name: (value, error) for name, (value, error) in rows.items() if value is not None}

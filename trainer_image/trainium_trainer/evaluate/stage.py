@@ -21,14 +21,14 @@ from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.store import ArtifactStore
 from trainium_trainer.artifacts.writer import compute_on_first_rank
-from trainium_trainer.evaluate.answering.folder import ComputeDevice, ModelLocations, local_folder
+from trainium_trainer.evaluate.answering.folder import ComputeDevice, ModelLocations, open_local_folder
 from trainium_trainer.evaluate.check_folder import check_folder
 from trainium_trainer.evaluate.compare import EvaluationSettings, compare
-from trainium_trainer.evaluate.memory import available_bytes, readers_that_fit
-from trainium_trainer.evaluate.metrics import perplexity
-from trainium_trainer.evaluate.questions import held_out_questions
+from trainium_trainer.evaluate.memory import count_readers, read_available_bytes
+from trainium_trainer.evaluate.metrics import compute_perplexity
+from trainium_trainer.evaluate.questions import read_held_out_questions
 from trainium_trainer.evaluate.report import JSON_NAME, MARKDOWN_NAME, EvaluationResult
-from trainium_trainer.evaluate.tasks import compared_models, measure_tasks, refuse_missing_harness
+from trainium_trainer.evaluate.tasks import list_compared_models, measure_tasks, refuse_missing_harness
 from trainium_trainer.weights.base import BaseWeights
 from trainium_trainer.weights.folder import open_shape
 
@@ -147,13 +147,13 @@ class RunEvaluation:
     def _compare(self, models: ModelLocations) -> EvaluationResult:
         """Return the figures of the models on the questions that are held back. Collective."""
         needed = count_parameters(open_shape(models.model)) * _FLOAT32_BYTES
-        fitting = readers_that_fit(needed, available_bytes()) if self.device == "cpu" else self.peers.size
+        fitting = count_readers(needed, read_available_bytes()) if self.device == "cpu" else self.peers.size
         settings = EvaluationSettings(
             generation=self.config.evaluate.generation,
             device=ComputeDevice(self.device),
             loads_model=self.peers.node_rank < fitting,
         )
-        question_set = held_out_questions(self.config.data, self.config.evaluate.samples)
+        question_set = read_held_out_questions(self.config.data, self.config.evaluate.samples)
         heartbeat = partial(self.progress.enter_stage, RunStage.EVALUATE)
         return compare(models, question_set, settings, self.peers, heartbeat=heartbeat)
 
@@ -164,12 +164,14 @@ class RunEvaluation:
 
         def measure() -> TaskReport:
             heartbeat = partial(self.progress.enter_stage, RunStage.EVALUATE, 0.5)
-            run = measure_tasks(compared_models(models), tasks, device=ComputeDevice(self.device), heartbeat=heartbeat)
+            run = measure_tasks(
+                list_compared_models(models), tasks, device=ComputeDevice(self.device), heartbeat=heartbeat
+            )
             if tasks.keep_samples:
                 store.write(SAMPLES_NAME, run.samples.encode())
             return run.report
 
-        return result.with_tasks(compute_on_first_rank(self.peers, measure))
+        return result.add_tasks(compute_on_first_rank(self.peers, measure))
 
     def _evaluate_without_transformers(self, models: ModelLocations) -> EvaluationResult:
         """Return the result that is possible without `transformers`. Collective."""
@@ -178,12 +180,12 @@ class RunEvaluation:
         if self.peers.rank == 0 and models.adapter is None:
             heartbeat = partial(self.progress.enter_stage, RunStage.EVALUATE, 0.5)
             checked = check_folder(models.model, models.base, heartbeat=heartbeat)
-            problem = checked.problem(models.model, models.base) or ""
+            problem = checked.find_problem(models.model, models.base) or ""
         problem = self.peers.gather(problem)[0]
         notes += [f"{problem}."] if problem else []
         figures: tuple[EvaluationFigure, ...] = ()
         if self.trained_loss is not None:
-            figures = (EvaluationFigure(name="perplexity", after=perplexity(-self.trained_loss, 1)),)
+            figures = (EvaluationFigure(name="perplexity", after=compute_perplexity(-self.trained_loss, 1)),)
         return EvaluationResult(
             model=models.name,
             examples=0,
@@ -209,7 +211,7 @@ def _compute_identity(config: TrainingConfig, models: ModelLocations, device: st
 
 def _digest_adapter(adapter: str) -> str:
     digest = hashlib.sha256()
-    with local_folder(adapter) as folder:
+    with open_local_folder(adapter) as folder:
         for file in sorted(folder.glob("adapter_*")):
             digest.update(file.read_bytes())
     return digest.hexdigest()

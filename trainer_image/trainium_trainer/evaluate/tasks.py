@@ -31,7 +31,7 @@ from trainium_trainer.evaluate.answering.folder import (
     ComputeDevice,
     ComputeType,
     ModelLocations,
-    local_folder,
+    open_local_folder,
     open_models,
     read_max_positions,
 )
@@ -193,9 +193,9 @@ def measure_tasks(
             )
             with opened as (network, computed):
                 results = _run_harness(network, tasks, loaded, endpoint)
-            figures = tuple(_figures(results))
+            figures = tuple(_iterate_figures(results))
             figures_by_model.append(ModelFigures(model=name, computed=computed, identity=identity, figures=figures))
-            samples += _samples(name, results)
+            samples += _write_samples(name, results)
             keep(replace(run, report=run.report.model_copy(update={"models": tuple(figures_by_model)})))
     return TaskRun(run.report.model_copy(update={"models": tuple(figures_by_model)}), "".join(samples))
 
@@ -208,7 +208,7 @@ def read_report(path: Path) -> TaskReport | None:
     return None
 
 
-def compared_models(models: ModelLocations) -> list[ModelLocations]:
+def list_compared_models(models: ModelLocations) -> list[ModelLocations]:
     """Return the models to compare, base first."""
     first = [ModelLocations(model=models.base)] if models.base is not None else []
     return [*first, ModelLocations(model=models.model, adapter=models.adapter)]
@@ -249,7 +249,7 @@ def _open_endpoint_model(
     """Yield lm-eval's model for a server; without a tokenizer it can only generate."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI  # noqa: PLC0415 - an extra
 
-    with local_folder(tokenizer.model) as folder:
+    with open_local_folder(tokenizer.model) as folder:
         settings: dict[str, Any] = {"tokenizer_backend": "none"}
         if tokenizer.model:
             settings = {"tokenizer_backend": "huggingface", "tokenizer": str(folder)}
@@ -347,7 +347,7 @@ def _run_harness(model: Any, tasks: TasksConfig, loaded: dict[str, Any], endpoin
         raise
 
 
-def _figures(results: dict[str, Any]) -> Iterator[TaskFigure]:
+def _iterate_figures(results: dict[str, Any]) -> Iterator[TaskFigure]:
     """Yield the metrics of lm-eval's results, groups before tasks."""
     groups = results.get("groups", {})
     parts = {child for group in groups for child in results["group_subtasks"][group]}
@@ -369,7 +369,7 @@ def _figures(results: dict[str, Any]) -> Iterator[TaskFigure]:
             )
 
 
-def _samples(model: str, results: dict[str, Any]) -> Iterator[str]:
+def _write_samples(model: str, results: dict[str, Any]) -> Iterator[str]:
     for task, samples in results.get("samples", {}).items():
         for sample in samples:
             yield json.dumps({"model": model, "task": task, **sample}, default=str, ensure_ascii=False) + "\n"

@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
-from trainium_trainer.artifacts.stage import artifact_kinds, write_artifacts, write_milestones
+from trainium_trainer.artifacts.stage import list_artifact_kinds, write_artifacts, write_milestones
 from trainium_trainer.artifacts.writer import compute_on_first_rank
 from trainium_trainer.peers import Peers
 
@@ -31,7 +31,7 @@ def run_stages(run: Run, node_rank: int) -> None:
     """
     config, progress, mesh = run.config, run.progress, run.backend.mesh
     base, tokenizer = run.initial_weights.base, run.data.tokenizer
-    if not artifact_kinds(config) and not config.evaluate.enabled:
+    if not list_artifact_kinds(config) and not config.evaluate.enabled:
         return
     run.stop.exit_on_request()
     with progress.pulse.saving(), progress.pulse.work_with_collectives:  # a peer may save for longer than a step

@@ -14,15 +14,15 @@ from torch import distributed as dist
 
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
 from trainium_trainer.exits import StorageError
-from trainium_trainer.loop.schedule import learning_rate
-from trainium_trainer.monitor.efficiency import flops_per_token, peak_flops
+from trainium_trainer.loop.schedule import compute_learning_rate
+from trainium_trainer.monitor.efficiency import compute_flops_per_token, find_peak_flops
 from trainium_trainer.monitor.step_metrics import StepMetrics
 from trainium_trainer.monitor.step_monitor import (
     JobDevices,
     MonitorState,
     StepMonitor,
+    create_stability_rules,
     read_monitor_state,
-    stability_rules,
 )
 from trainium_trainer.monitor.writers import Recorder
 from trainium_trainer.storage import open_storage
@@ -62,20 +62,20 @@ class History:
         config, state = settings.config, MonitorState()
         if mesh.rank == 0:
             RecordCopies(config.checkpoint, open_storage(config.checkpoint.path)).fetch()
-            with self._reporting_errors():
+            with self._report_errors():
                 Recorder.rewind(self._root, position.step)
-            with self._reporting_errors():
+            with self._report_errors():
                 state = read_monitor_state(
-                    self._root, stability_rules(config.monitor), self.fallback, last=position.step
+                    self._root, create_stability_rules(config.monitor), self.fallback, last=position.step
                 )
         monitor = _build_monitor(settings, state, mesh)
-        waiting = self._fallback_samples(mesh, position.step) if config.monitor.record_samples else {}
+        waiting = self._read_fallback_samples(mesh, position.step) if config.monitor.record_samples else {}
         if mesh.rank == 0:
-            with self._reporting_errors():
+            with self._report_errors():
                 self._append_missing_line(config, run_progress, position, data, monitor, waiting)
         return monitor
 
-    def _fallback_samples(self, mesh: Mesh, step: int) -> dict[str, list[int]]:
+    def _read_fallback_samples(self, mesh: Mesh, step: int) -> dict[str, list[int]]:
         """Return on rank 0 the recorded samples of a step that wait on any node. Collective."""
         mine = Recorder.read_fallback_samples(step, self.fallback)
         if mesh.world_size == 1:
@@ -85,7 +85,7 @@ class History:
         return {name: samples for records in gathered or () for name, samples in records.items()}
 
     @contextlib.contextmanager
-    def _reporting_errors(self) -> Iterator[None]:
+    def _report_errors(self) -> Iterator[None]:
         try:
             yield
         except StorageError as error:
@@ -109,7 +109,7 @@ class History:
                 step=position.step,
                 loss=position.loss,
                 grad_norm=position.grad_norm,
-                learning_rate=learning_rate(config, run_progress.completed_steps(position) - 1),
+                learning_rate=compute_learning_rate(config, run_progress.count_completed_steps(position) - 1),
                 tokens=position.tokens,
                 samples=position.samples,
                 batch=batch,
@@ -117,7 +117,7 @@ class History:
             metrics, _ = monitor.step(measured)
             Recorder.append_missing_line(self._root, metrics, self.fallback)
         if config.monitor.record_samples:
-            numbers = data.training.numbers(position.samples - batch, batch)
+            numbers = data.training.list_numbers(position.samples - batch, batch)
             Recorder.append_missing_samples(self._root, position.step, numbers, self.fallback, waiting)
 
 
@@ -131,9 +131,9 @@ def _build_monitor(settings: Settings, state: MonitorState, mesh: Mesh) -> StepM
             device=mesh.device,
             count=mesh.world_size,
             nodes=mesh.world_size // settings.launch.local_world_size,
-            peak=peak_flops(mesh.device) if peak is None else peak * 1e12,
+            peak=find_peak_flops(mesh.device) if peak is None else peak * 1e12,
         ),
-        flops_per_token=flops_per_token(
+        flops_per_token=compute_flops_per_token(
             settings.shape,
             config.data.sequence_length,
             trained=settings.trainable.trained if config.tuning.freezes else None,

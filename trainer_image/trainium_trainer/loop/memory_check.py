@@ -49,12 +49,12 @@ def estimate_run_memory(
         micro_batches=settings.passes,
         instance_type=instance_type,
         on_host=on_host,
-        trained=largest_trained_part(settings) if config.tuning.freezes else None,
+        trained=find_largest_trained_part(settings) if config.tuning.freezes else None,
     )
     return estimate_memory(settings.shape, setting)
 
 
-def largest_trained_part(settings: Settings) -> TrainedParameters:
+def find_largest_trained_part(settings: Settings) -> TrainedParameters:
     """Return the parameters of the rank that trains the most of them.
 
     Stages hold equal numbers of layers; the first also the embedding, the last also the output projection.
@@ -87,7 +87,7 @@ def _is_divided(shape: ModelShape, name: str) -> bool:
     return find_parameter(shape, f"{projection}.weight").dimension == (1 if matrix == LORA_A else 0)
 
 
-def device_memory(device: torch.device, *, product_name: Path = PRODUCT_NAME) -> int | None:
+def find_device_memory(device: torch.device, *, product_name: Path = PRODUCT_NAME) -> int | None:
     """Return the bytes of this process's device; None for a CPU or when unknown. `product_name`: file with the type."""
     if device.type == "cuda":
         import torch  # noqa: PLC0415 - `check` needs no device
@@ -110,7 +110,7 @@ def check_device_memory(settings: Settings, device: torch.device) -> list[str]:
     A Neuron core must pass the check that `check` applies to its instance type. On a GPU, whose allocator frees what it
     can, the estimate of activations only warns. The memory tier itself reserves /dev/shm, or switches snapshots off.
     """
-    capacity = device_memory(device)
+    capacity = find_device_memory(device)
     if not capacity:
         return []
     estimate = estimate_run_memory(settings, settings.launch.local_world_size, on_host=False)
@@ -125,10 +125,11 @@ def check_device_memory(settings: Settings, device: torch.device) -> list[str]:
 def format_lines(estimate: MemoryEstimate, *, of_node: bool) -> list[str]:
     """Format the numbers as lines; with those of a node where the number of its processes is known."""
     process = (
-        f"memory of a process: {_gib(estimate.state)} of weights, gradients and optimizer ({estimate.parameters:,} "
-        f"parameters), about {_gib(estimate.activations)} of activations"
+        f"memory of a process: {_format_gib(estimate.state)} of weights, gradients and optimizer "
+        f"({estimate.parameters:,} parameters), about {_format_gib(estimate.activations)} of activations"
     )
-    node = f"memory of a node: {_gib(estimate.host)}, of it {_gib(estimate.shared_memory)} of snapshots in /dev/shm"
+    shared_memory = _format_gib(estimate.shared_memory)
+    node = f"memory of a node: {_format_gib(estimate.host)}, of it {shared_memory} of snapshots in /dev/shm"
     return [process, node] if of_node else [process]
 
 
@@ -140,27 +141,27 @@ def refuse_too_small(estimate: MemoryEstimate, instance: Instance, instance_type
     capacity = int(instance.host_bytes * SHARED_MEMORY_SHARE)
     if instance.host_bytes and estimate.shared_memory > capacity:
         warnings.append(
-            f"snapshots need {_gib(estimate.shared_memory)} of /dev/shm on each node, but {instance_type} has about "
-            f"{_gib(capacity)} there: workers without room switch them, or the copies of a buddy's, off and warn; "
-            "set checkpoint.memory.buddies or everySteps to 0, or raise the limit of the volume shared-memory"
+            f"snapshots need {_format_gib(estimate.shared_memory)} of /dev/shm on each node, but {instance_type} has "
+            f"about {_format_gib(capacity)} there: workers without room switch them, or the copies of a buddy's, off "
+            "and warn; set checkpoint.memory.buddies or everySteps to 0, or raise the limit of the volume shared-memory"
         )
     if instance.host_bytes and estimate.host > instance.host_bytes:
         warnings.append(
-            f"a node needs {_gib(estimate.host)} of memory for snapshots, saves and processes, but {instance_type} has "
-            f"{_gib(instance.host_bytes)}: the kernel may end processes; set checkpoint.memory.buddies or "
-            "everySteps to 0"
+            f"a node needs {_format_gib(estimate.host)} of memory for snapshots, saves and processes, but "
+            f"{instance_type} has {_format_gib(instance.host_bytes)}: the kernel may end processes; set "
+            "checkpoint.memory.buddies or everySteps to 0"
         )
     return warnings
 
 
 def _explain_shortage(estimate: MemoryEstimate, capacity: int, device: str) -> str:
     return (
-        f"{device} has {_gib(capacity)}, but a process needs {_gib(estimate.state)} of weights, gradients and "
-        f"optimizer and about {_gib(estimate.activations)} of activations, with {DEVICE_RESERVE:.0%} left for the "
-        "runtime: raise parallelism.tensor or recompute, divide more with dataParallel, or take an instance type with "
-        "more memory (docs/parallelism.md, Fit the model)"
+        f"{device} has {_format_gib(capacity)}, but a process needs {_format_gib(estimate.state)} of weights, "
+        f"gradients and optimizer and about {_format_gib(estimate.activations)} of activations, with "
+        f"{DEVICE_RESERVE:.0%} left for the runtime: raise parallelism.tensor or recompute, divide more with "
+        "dataParallel, or take an instance type with more memory (docs/parallelism.md, Fit the model)"
     )
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / _GIB:,.1f} GiB"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.monitor import MAX_PROFILED_STEPS
-from trainium_trainer.checkpoint.root.metrics_copy import records_folder
+from trainium_trainer.checkpoint.root.metrics_copy import find_records_folder
 from trainium_trainer.neuron_environment import CAPTURE_ENABLED
 from trainium_trainer.storage import open_storage
 from trainium_worker.progress_record import PROFILE_SIGNAL, profile_request_path, replace_text
@@ -55,7 +55,7 @@ def capture_folder(settings: Settings) -> Path | None:
     profile, rank = settings.config.monitor.profile, settings.launch.rank
     if profile is None or not profile.neuron or rank not in profile.ranks:
         return None
-    return records_folder(settings.config.checkpoint) / TRACES_FOLDER / f"neuron-rank-{rank}"
+    return find_records_folder(settings.config.checkpoint) / TRACES_FOLDER / f"neuron-rank-{rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class StepProfiler:
 
     def __init__(self, run: Run) -> None:
         self.windows: list[StepWindow] = []
-        """Windows still to record; while there are any, the loop calls `before_step` and `after_step`. A signal
+        """Windows still to record; while there are any, the loop calls `start_window` and `end_window`. A signal
         handler appends to it.
         """
         self._run = run
@@ -82,7 +82,7 @@ class StepProfiler:
         self._recording: Any = None
         self._step_span: Any = None
 
-    def before_step(self, step: int) -> float:
+    def start_window(self, step: int) -> float:
         """Start recording where a window begins; return the seconds that it took."""
         began = time.perf_counter()
         window = min(self.windows, key=lambda pending: pending.first)
@@ -106,7 +106,7 @@ class StepProfiler:
             self._step_span.__enter__()
         return time.perf_counter() - began
 
-    def after_step(self, step: int) -> float:
+    def end_window(self, step: int) -> float:
         """End recording after the last step of a window; return the seconds that it took."""
         if self._recording is None or self._window is None:
             return 0.0
@@ -139,7 +139,7 @@ class StepProfiler:
     def _write(self, recording: Any, last: int) -> dict[str, Any]:
         """Write the trace; return the answer."""
         mesh, address = self._run.backend.mesh, self._run.config.checkpoint.records
-        folder = records_folder(self._run.config.checkpoint) / TRACES_FOLDER
+        folder = find_records_folder(self._run.config.checkpoint) / TRACES_FOLDER
         suffix = f"-rank-{mesh.rank}.json.gz"
         path = folder / f"steps-{self._began}-{last}{suffix}"
         draft = path.with_suffix(".draft")
@@ -215,10 +215,10 @@ def _wrap_parts(run: Run, record_function: Callable[[str], Any]) -> None:
     """Record the parts of a step as spans of the trace."""
     for owner_name, method_name, span in _PARTS:
         owner = getattr(run, owner_name)
-        setattr(owner, method_name, _with_span(getattr(owner, method_name), span, record_function))
+        setattr(owner, method_name, _wrap_in_span(getattr(owner, method_name), span, record_function))
 
 
-def _with_span(method: Callable[..., Any], span: str, record_function: Callable[[str], Any]) -> Callable[..., Any]:
+def _wrap_in_span(method: Callable[..., Any], span: str, record_function: Callable[[str], Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         with record_function(span):

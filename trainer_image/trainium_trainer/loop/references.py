@@ -70,7 +70,7 @@ def load_references(settings: Settings, data: Dataset, reference: BaseWeights, b
         *data.training.sources,
         *(data.validation.sources if data.validation is not None else ()),
     ]
-    key = _key(settings, reference, backend.mesh.device)
+    key = _compute_key(settings, reference, backend.mesh.device)
     filled = False
     known: dict[Path, NDArray[np.float32]] = {}
     for sample_source in sample_sources:
@@ -78,7 +78,7 @@ def load_references(settings: Settings, data: Dataset, reference: BaseWeights, b
         if folder not in known:
             table = _Table(folder / f"reference-{key}.f32", len(sample_source.stored), settings, backend.mesh)
             table.exchange()
-            if len(table.missing()) and not filled:
+            if len(table.find_missing()) and not filled:
                 backend.initialize(settings.config.seed, reference)
                 backend.load_frozen(reference)
                 filled = True
@@ -87,17 +87,17 @@ def load_references(settings: Settings, data: Dataset, reference: BaseWeights, b
         sample_source.references = known[folder]
 
 
-def _key(settings: Settings, reference: BaseWeights, device: torch.device) -> str:
+def _compute_key(settings: Settings, reference: BaseWeights, device: torch.device) -> str:
     """Return the digest of all that determines the log-probabilities of examples by a reference."""
-    config = _without(settings.config.to_wire(), _WITHOUT_EFFECT)
+    config = _drop_fields(settings.config.to_wire(), _WITHOUT_EFFECT)
     parts = [reference.digest, reference.versions, settings.shape.to_json(), config, torch.__version__, device.type]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _without(fields: dict[str, Any], left_out: dict[str, Any]) -> dict[str, Any]:
+def _drop_fields(fields: dict[str, Any], left_out: dict[str, Any]) -> dict[str, Any]:
     """Return nested fields without those that `left_out` marks."""
     return {
-        name: _without(value, mark) if isinstance(mark := left_out.get(name, {}), dict) and mark else value
+        name: _drop_fields(value, mark) if isinstance(mark := left_out.get(name, {}), dict) and mark else value
         for name, value in fields.items()
         if left_out.get(name) is not True
     }
@@ -107,7 +107,7 @@ def _compute(
     sample_source: PairSampleSource, table: _Table, rules: SampleRules, micro_size: int, backend: Backend
 ) -> None:
     """Compute the missing log-probabilities block by block. Collective."""
-    mesh, missing = backend.mesh, table.missing()
+    mesh, missing = backend.mesh, table.find_missing()
     block = _ROUNDS * micro_size * mesh.data_size
     for start in range(0, len(missing), block):
         pairs = missing[start : start + block]
@@ -117,9 +117,9 @@ def _compute(
         mine = pairs[mesh.data_rank * rounds * micro_size : (mesh.data_rank + 1) * rounds * micro_size]
         batches = []
         for first in range(0, rounds * micro_size, micro_size):
-            samples = [sample_source.pair(rules, 0, 2 * int(pair)) for pair in mine[first : first + micro_size]]
+            samples = [sample_source.read_pair(rules, 0, 2 * int(pair)) for pair in mine[first : first + micro_size]]
             batches.append(build_micro_batch([*samples, *[None] * (micro_size - len(samples))], rules))
-        log_probs = backend.reference_log_probs(batches).numpy()[: 2 * len(mine)]
+        log_probs = backend.compute_reference_log_probs(batches).numpy()[: 2 * len(mine)]
         table.values.reshape(-1, 2)[mine] = log_probs.reshape(-1, 2)
         table.exchange(pairs)
         if not np.isfinite(table.values.reshape(-1, 2)[pairs]).all():
@@ -142,7 +142,7 @@ class _Table:
         if file.is_file() and file.stat().st_size == self.values.nbytes:
             self.values = np.fromfile(file, np.float32)
 
-    def missing(self) -> NDArray[np.int64]:
+    def find_missing(self) -> NDArray[np.int64]:
         """Return the indices of the pairs without a value."""
         return np.flatnonzero(np.isnan(self.values.reshape(-1, 2)).any(1))
 

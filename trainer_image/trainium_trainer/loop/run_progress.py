@@ -40,7 +40,7 @@ class RunProgress:
             end = math.ceil(config.epochs * counted) if counted else config.steps * config.batch.global_size
         return RunProgress(batch=settings.batch, steps=config.steps, end=end)
 
-    def next_batch(self, samples: int) -> int:
+    def compute_next_batch(self, samples: int) -> int:
         """Return the number of samples of the step that begins at a global position."""
         return count_step_samples(samples, self.batch, self.end)
 
@@ -48,11 +48,11 @@ class RunProgress:
         """Return whether the run has no step left."""
         return position.step >= self.steps if self.end is None else position.samples >= self.end
 
-    def completed_steps(self, position: Position) -> float:
+    def count_completed_steps(self, position: Position) -> float:
         """Return the completed steps, out of `steps`, as a fraction where samples are counted; for the schedule."""
         return position.step if self.end is None else position.samples * self.steps / self.end
 
-    def total_steps(self, position: Position) -> int:
+    def count_total_steps(self, position: Position) -> int:
         """Return the steps of the whole run if it continues at this size."""
         if self.end is None:
             return self.steps

@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
 
 
-def learning_rate(config: TrainingConfig, step: float) -> float:
+def compute_learning_rate(config: TrainingConfig, step: float) -> float:
     """Return the learning rate of the update that completes step `step + 1` (`step` counts completed steps, from 0).
 
     The last step of the warm-up has the peak, the last step of the decay has `finalRatio` of it. Where steps differ in
     size, `step` counts global batches and may be fractional.
     """
-    return config.optimizer.learning_rate * rate_factor(config.schedule, steps=config.steps, step=step)
+    return config.optimizer.learning_rate * compute_rate_factor(config.schedule, steps=config.steps, step=step)
 
 
-def rate_factor(schedule: ScheduleConfig, *, steps: int, step: float) -> float:
+def compute_rate_factor(schedule: ScheduleConfig, *, steps: int, step: float) -> float:
     """Return the learning rate as a fraction of the peak, 0 to 1, in a run of `steps` steps."""
     warmup = schedule.warmup_steps
     if step + 1 <= warmup:

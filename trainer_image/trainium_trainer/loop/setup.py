@@ -15,14 +15,14 @@ import torch
 from torch import distributed as dist
 
 from trainium_contract.models.parameters import count_parameters
-from trainium_trainer.artifacts.stage import milestone_hook
+from trainium_trainer.artifacts.stage import create_milestone_hook
 from trainium_trainer.backends.choose import create_backend, find_backend
 from trainium_trainer.backends.device import open_store
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
-from trainium_trainer.checkpoint.root.metrics_copy import records_folder
+from trainium_trainer.checkpoint.root.metrics_copy import find_records_folder
 from trainium_trainer.checkpoint.root.owner import RunStart
-from trainium_trainer.configuration.config import Settings, with_steps
+from trainium_trainer.configuration.config import Settings, resolve_steps
 from trainium_trainer.data.batches.samples import Share
 from trainium_trainer.data.dataset import Dataset, open_run_data
 from trainium_trainer.data.loader import Loader, open_loader
@@ -65,7 +65,7 @@ class StartupTimer:
         self._phases.append(f"{name} {now - self._phase_began:.2f} s")
         self._phase_began = now
 
-    def summary(self) -> str:
+    def format_summary(self) -> str:
         """Format all phases and their sum as one line."""
         return f"start-up: {', '.join(self._phases)}, together {self._phase_began - self._began:.2f} s"
 
@@ -130,7 +130,7 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
     if initial_weights.base is not None and config.tuning.freezes:
         backend.load_frozen(initial_weights.base)
         timer.end_phase("base")
-    fixed_settings = data.settings | settings.fixed_settings(
+    fixed_settings = data.settings | settings.list_fixed_settings(
         data.identity, hash_tokenizer(data.tokenizer), initial_weights.digests
     )
     manager = CheckpointManager(
@@ -139,7 +139,7 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
         mesh=backend.mesh,
         start=RunStart(launch.generation, launch.job, launch.run_id),
         memory_directory=launch.memory_directory,
-        after_milestone=milestone_hook(
+        after_milestone=create_milestone_hook(
             config, backend.mesh, progress, base=initial_weights.base, tokenizer=data.tokenizer
         ),
         settings=fixed_settings,
@@ -154,7 +154,7 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
     timer.end_phase("state")
     report_warnings(manager, progress, 0)
     mesh = backend.mesh
-    root = records_folder(config.checkpoint)
+    root = find_records_folder(config.checkpoint)
     history = History(root, launch.memory_directory, progress)
     monitor = history.open(settings, run_progress, position, data, mesh)
     if config.monitor.record_samples and mesh.world_size > 1:
@@ -186,14 +186,14 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
         sample_group=_find_sample_group(mesh) if isinstance(data.training, Streams) else None,
     )
     timer.end_phase("files")
-    progress.publish(total_steps=run_progress.total_steps(position))
+    progress.publish(total_steps=run_progress.count_total_steps(position))
     progress.record_resume(position.step, tokens=position.tokens, samples=position.samples)
     progress.publish(memory_step=manager.memory_step, durable_step=manager.durable_step)
     if mesh.rank == 0 and data.report is not None:
-        _log.info("data: %s", data.report.line())
+        _log.info("data: %s", data.report.format_line())
     _log.info(
         "%s; %s parameters%s, data parallel %d, tensor parallel %d, pipeline %d%s, step %d from %s",
-        timer.summary(),
+        timer.format_summary(),
         f"{count_parameters(settings.shape):,}",
         f" ({settings.trainable.trained:,} are trained)" if config.tuning.freezes else "",
         mesh.data_size,
@@ -226,7 +226,7 @@ def _open_run_data(settings: Settings, revisions: RunRevisions) -> tuple[Setting
     config = config.model_copy(update={"data": revisions.pin(config.data)})
     with divide_file_checks(launch.local_rank, launch.local_world_size):
         data = open_run_data(config)
-    return replace(settings, config=with_steps(config, data.epoch_samples)), data
+    return replace(settings, config=resolve_steps(config, data.epoch_samples)), data
 
 
 def _refuse_unequal_ranks(

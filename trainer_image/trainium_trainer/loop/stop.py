@@ -52,7 +52,7 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in _SIGNALS:
-            signal.signal(number, self._on_signal)
+            signal.signal(number, self._handle_signal)
         self._wakeup, write_end = os.pipe()
         os.set_blocking(write_end, False)
         # The interpreter writes the signal's number there at once, also while the main thread waits in C code.
@@ -73,7 +73,7 @@ class StopRequest:
         if self.requested:
             _leave(ExitCode.YIELDING, _DONE_LATER)
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, _frame: FrameType | None) -> None:
         self.requested = True
         self.memory_ends = self.memory_ends or number == signal.SIGUSR1
 
@@ -93,11 +93,11 @@ class StopRequest:
                 seen, since = newest, time.monotonic()
             if newest is not None and not memory_ends and newest.activity in (Activity.INIT, Activity.LOAD):
                 _leave(ExitCode.YIELDING, "asked to leave before the first step: nothing to save")
-            if newest is not None and time.monotonic() - since > max_wait_seconds(newest):
+            if newest is not None and time.monotonic() - since > compute_max_wait(newest):
                 _leave(ExitCode.PEER_LOST, "asked to leave, and a peer that this process waits for does not come")
 
 
-def max_wait_seconds(reading: PulseReading) -> float:
+def compute_max_wait(reading: PulseReading) -> float:
     """Return the seconds that a stopping process may wait for its peers; infinite while it does not wait."""
     if reading.waiting is Waiting.NO:
         return float("inf")

@@ -18,10 +18,10 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import AlertKind
 from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.data.loader import validation_batches
+from trainium_trainer.data.loader import iterate_validation_batches
 from trainium_trainer.exits import NumericalError
 from trainium_trainer.loop.profile import StepProfiler, step_profiler
-from trainium_trainer.loop.schedule import learning_rate
+from trainium_trainer.loop.schedule import compute_learning_rate
 from trainium_trainer.loop.setup import Run, report_warnings, set_up_run
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_trainer.monitor.step_metrics import StepMetrics
@@ -44,7 +44,7 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
     try:
         run = set_up_run(settings, progress, stop)
         with step_profiler(run, launch.progress_file) as profiler:
-            code = loop(run, profiler)
+            code = run_steps(run, profiler)
         if code is ExitCode.FINISHED:
             from trainium_trainer.loop.after_training import run_stages  # noqa: PLC0415 - few runs have such stages
 
@@ -66,10 +66,10 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
     return code
 
 
-def loop(run: Run, profiler: StepProfiler) -> ExitCode:
+def run_steps(run: Run, profiler: StepProfiler) -> ExitCode:
     """Run steps until the last one or until any rank is asked to stop. Collective."""
     config, run_progress, manager, pulse = run.config, run.run_progress, run.manager, run.progress.pulse
-    steps = run_progress.total_steps(run.position)
+    steps = run_progress.count_total_steps(run.position)
     skipped_in_a_row = 0
     reported_warnings = len(manager.warnings)
     step_began = last_line = time.perf_counter()
@@ -77,17 +77,17 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
     while not run_progress.is_over(run.position):
         step = run.position.step + 1
         if profiler.windows:
-            step_began += profiler.before_step(step)
-        batch_size = run_progress.next_batch(run.position.samples)
-        batch = run.loader.batch_at(run.position.samples)
+            step_began += profiler.start_window(step)
+        batch_size = run_progress.compute_next_batch(run.position.samples)
+        batch = run.loader.read_batch(run.position.samples)
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             run.backend.accumulate(micro_batch, last=number == len(batch.micro_batches))
         with pulse.saving():
-            manager.before_update()
+            manager.finish_snapshot()
         update_started_at = time.monotonic()  # before a pause can occur inside the collective
-        totals = run.backend.totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
+        totals = run.backend.sum_totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
         next_position = replace(run.position, step=step, samples=run.position.samples + batch_size, batch=batch_size)
-        rate = learning_rate(config, run_progress.completed_steps(next_position) - 1)
+        rate = compute_learning_rate(config, run_progress.count_completed_steps(next_position) - 1)
         outcome = run.backend.step(divisor=totals.divisor, learning_rate=rate, clip_norm=config.optimizer.clip_norm)
         skipped_in_a_row = 0 if outcome.applied else skipped_in_a_row + 1
         if not outcome.applied:
@@ -102,7 +102,7 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
         now = time.perf_counter()
         seconds, step_began = now - step_began, now
         norm_steps = config.monitor.parameter_norm_steps
-        norm = run.backend.parameter_norm() if norm_steps and step % norm_steps == 0 else None
+        norm = run.backend.compute_parameter_norm() if norm_steps and step % norm_steps == 0 else None
         validation = None if totals.stop and not is_last else _validate(run, step, is_last=is_last)
         measured = StepMetrics(
             step=step,
@@ -123,10 +123,10 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
         with pulse.saving():  # these write to storage or copy the state
             if run.recorder.writes:
                 manager.check_owner(update_started_at)
-            run.recorder.samples(step, batch.samples)
+            run.recorder.record_samples(step, batch.samples)
             run.recorder.step(metrics)
             if outcome.applied:
-                manager.after_step(run.position, totals.votes)
+                manager.save_step(run.position, totals.votes)
         run.progress.record_step(metrics, seconds=seconds)
         if run.backend.mesh.rank == 0:  # only the monitors of rank 0 have the whole history
             for alert in alerts:
@@ -140,7 +140,7 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
             digits = 0 if speed >= 10 else 2
             _log.info("step %d/%d: loss %.4f, %.*f tokens/s", step, steps, outcome.loss, digits, speed)
         if profiler.windows:
-            step_began += profiler.after_step(step)
+            step_began += profiler.end_window(step)
         if totals.stop and not is_last:
             return _save_and_leave(run, memory_ends=totals.memory_ends)
     run.stop.record_agreement()
@@ -158,7 +158,7 @@ def _validate(run: Run, step: int, *, is_last: bool) -> Evaluation | None:
     if step % config.data.validation.every_steps and not is_last:
         return None
     with run.progress.pulse.validating():
-        batches = validation_batches(
+        batches = iterate_validation_batches(
             data, dp_rank=mesh.data_rank, dp_size=mesh.data_size, micro_size=config.batch.micro_size
         )
         evaluation = run.backend.evaluate(batches)

@@ -19,7 +19,7 @@ import torch
 from torch.distributed import _functional_collectives as collectives
 
 from trainium_trainer.models.regions import wait
-from trainium_trainer.models.stages import present_layers
+from trainium_trainer.models.stages import list_present_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +54,7 @@ class SequenceDivision:
         """The indices of this rank's chunks, in order."""
         return self.rank, 2 * self.size - 1 - self.rank
 
-    def token_positions(self) -> Tensor:
+    def find_token_positions(self) -> Tensor:
         """Return the positions of this rank's tokens in the whole sequence, ascending int64."""
         return torch.cat([torch.arange(self.chunk) + number * self.chunk for number in self.chunks])
 
@@ -89,7 +89,7 @@ class ContextParallelAttention:
         out: Tensor = _AttentionFunction.apply(query, key, value, table.first, self, scale)  # type: ignore[no-untyped-call]
         return out
 
-    def tiles(self, query: Tensor, first: Tensor | None) -> Iterator[_Tile]:
+    def iterate_tiles(self, query: Tensor, first: Tensor | None) -> Iterator[_Tile]:
         """Yield the tiles of this rank's scores; the caller merges the results of tiles that share rows."""
         size, fused = self.division.chunk, _is_fused(query)
         for half, number in enumerate(self.division.chunks):
@@ -111,8 +111,8 @@ class ContextParallelAttention:
 
 def apply_context_parallel(model: Llama, division: SequenceDivision) -> None:
     """Configure a model or a stage to compute this rank's tokens of each sequence."""
-    model.token_positions = division.token_positions()
-    for layer in present_layers(model):
+    model.token_positions = division.find_token_positions()
+    for layer in list_present_layers(model):
         attention: Attention = layer.self_attn
         bounded = attention.window is not None and attention.window < division.length
         attention.context_parallel = ContextParallelAttention(
@@ -164,7 +164,7 @@ class _AttentionFunction(torch.autograd.Function):
         out = torch.empty_like(query)
         sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         done = 0
-        for tile in how.tiles(query, first):
+        for tile in how.iterate_tiles(query, first):
             rows = tile.rows
             part, part_sums = _tile_forward(
                 query[:, :, rows], keys[:, :, tile.keys], values[:, :, tile.keys], tile, first, scale
@@ -189,7 +189,7 @@ class _AttentionFunction(torch.autograd.Function):
         keys, values = how.division.all_gather(torch.stack((key, value)))
         of_query = torch.zeros_like(query, dtype=torch.float32)
         of_both = torch.zeros((2, *keys.shape), dtype=torch.float32, device=keys.device)
-        for tile in how.tiles(query, first):
+        for tile in how.iterate_tiles(query, first):
             rows, seen = tile.rows, tile.keys
             tensors = (gradients[0][:, :, rows], query[:, :, rows], keys[:, :, seen], values[:, :, seen])
             parts = _tile_backward(*tensors, out[:, :, rows], sums[:, :, rows], tile, first, ctx.scale)

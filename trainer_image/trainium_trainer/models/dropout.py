@@ -34,12 +34,12 @@ def sample_keys(sample_positions: Tensor, seed: int) -> Tensor:
     return torch.where(mixed >= 1 << 31, mixed - (1 << 32), mixed).to(torch.int32)
 
 
-def module_key(name: str) -> int:
+def hash_module_name(name: str) -> int:
     """Return a signed 32-bit key of a module's name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
 
 
-def dropout(
+def apply_dropout(
     x: Tensor,
     samples: Tensor,
     *,

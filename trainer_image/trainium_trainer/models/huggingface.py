@@ -136,16 +136,16 @@ def read_shape(path: Path) -> ModelShape:
         ) from error
     except ValueError as error:
         raise UserError(f"model.path {file}: not valid JSON ({error}): replace the file") from error
-    return shape_of_document(document, f"model.path {file}")
+    return parse_shape(document, f"model.path {file}")
 
 
-def shape_of_document(document: Any, where: str) -> ModelShape:
+def parse_shape(document: Any, where: str) -> ModelShape:
     """Return the shape that the contents of a `config.json` describe; `where` begins an error. Raises UserError."""
     if not isinstance(document, dict):
         raise UserError(f"{where}: holds a {type(document).__name__}, not fields: replace the file")
     family = _find_family(where, document)
     _refuse_foreign_fields(where, document, family)
-    fields = dict(family.defaults) | _with_separate_ropes(where, document, family)
+    fields = dict(family.defaults) | _separate_ropes(where, document, family)
     config = validate(_Config, fields, f"{where}: ")
     _refuse_other_arithmetic(where, document, family)
     _refuse_short_lists(where, config)
@@ -170,7 +170,7 @@ def shape_of_document(document: Any, where: str) -> ModelShape:
         num_layers=config.num_hidden_layers,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.head_dim or _head_dim(where, config),
+        head_dim=config.head_dim or _find_head_dim(where, config),
         rope_theta=theta,
         rope_stretch=_stretch(where, "rope_scaling" if config.rope_scaling else "rope_parameters", rope, config),
         max_positions=config.max_position_embeddings,
@@ -238,7 +238,7 @@ def _refuse_short_lists(where: str, config: _Config) -> None:
             )
 
 
-def _head_dim(where: str, config: _Config) -> int:
+def _find_head_dim(where: str, config: _Config) -> int:
     if config.hidden_size % config.num_attention_heads:
         raise UserError(
             f"{where}: hidden_size {config.hidden_size} is not divisible by num_attention_heads "
@@ -247,7 +247,7 @@ def _head_dim(where: str, config: _Config) -> int:
     return config.hidden_size // config.num_attention_heads
 
 
-def _with_separate_ropes(where: str, document: dict[str, Any], family: Family) -> dict[str, Any]:
+def _separate_ropes(where: str, document: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the fields with the rotary embeddings apart: of layers without and with a window, if the family has both.
 
     Raises UserError if `rope_parameters` differ by layer in a family without.
@@ -318,14 +318,14 @@ def _stretch(where: str, field: str, rope: _Rope, config: _Config) -> RopeStretc
                 original_max_positions=original,
                 fast_turns=fast,
                 slow_turns=slow,
-                attention_factor=rope.attention_factor or _attention_factor(rope),
+                attention_factor=rope.attention_factor or _compute_attention_factor(rope),
                 whole_pairs=rope.truncate,
             )
         case kind:
             return RopeStretch(kind=kind, factor=rope.factor)
 
 
-def _attention_factor(rope: _Rope) -> float:
+def _compute_attention_factor(rope: _Rope) -> float:
     assert rope.factor is not None
     if rope.mscale and rope.mscale_all_dim:
         return compute_yarn_attention_factor(rope.factor, rope.mscale) / compute_yarn_attention_factor(

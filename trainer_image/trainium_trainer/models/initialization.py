@@ -33,7 +33,9 @@ _NAMES_BITS = 32 - _TILES_BITS
 _ENDS = ("model.norm.weight", HEAD, EMBEDDING)
 
 
-def initial_slice(name: str, offsets: Sequence[int], sizes: Sequence[int], *, seed: int, shape: ModelShape) -> Tensor:
+def draw_initial_slice(
+    name: str, offsets: Sequence[int], sizes: Sequence[int], *, seed: int, shape: ModelShape
+) -> Tensor:
     """Return a box of the initial values: normal(0, std), residual outputs divided by sqrt(2 layers), norms 1.
 
     That is HLAT's initialization (arXiv 2404.10630, section 3), without which its training diverged. `offsets` and
@@ -52,7 +54,7 @@ def initial_slice(name: str, offsets: Sequence[int], sizes: Sequence[int], *, se
     tile = torch.empty(TILE)
     generator = torch.Generator()
     across = -(-parameter.size[1] // TILE[1])
-    number_of_parameter = _parameter_index(name, shape)
+    number_of_parameter = _find_parameter_index(name, shape)
     for row in range(first_row // TILE[0] * TILE[0], first_row + rows, TILE[0]):
         for column in range(first_column // TILE[1] * TILE[1], first_column + columns, TILE[1]):
             number = row // TILE[0] * across + column // TILE[1]
@@ -64,12 +66,12 @@ def initial_slice(name: str, offsets: Sequence[int], sizes: Sequence[int], *, se
     return values
 
 
-def initial_tensor(name: str, sizes: Sequence[int], *, seed: int, shape: ModelShape) -> Tensor:
-    """Return all initial values of a parameter, see `initial_slice`."""
-    return initial_slice(name, [0] * len(sizes), sizes, seed=seed, shape=shape)
+def draw_initial_tensor(name: str, sizes: Sequence[int], *, seed: int, shape: ModelShape) -> Tensor:
+    """Return all initial values of a parameter, see `draw_initial_slice`."""
+    return draw_initial_slice(name, [0] * len(sizes), sizes, seed=seed, shape=shape)
 
 
-def _parameter_index(name: str, shape: ModelShape) -> int:
+def _find_parameter_index(name: str, shape: ModelShape) -> int:
     """Return the index of a drawn parameter in any model of its family, by the end of its name."""
     if name in _ENDS:
         return _ENDS.index(name)

@@ -24,7 +24,7 @@ _LEAST_WORK = 1 << 21
 """The number of multiplications from which on oneDNN is faster; below it, the overhead of its calls dominates."""
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def apply_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply [..., width] by the transpose of [outputs, width], as `torch.nn.functional.linear` does."""
     if _is_for_onednn(x, weight):
         out: Tensor = _Product.apply(x, weight)  # type: ignore[no-untyped-call]
@@ -41,12 +41,12 @@ def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
         and x.numel() * weight.shape[0] >= _LEAST_WORK
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
-        and _onednn_is_faster()
+        and _is_onednn_faster()
     )
 
 
 @functools.cache
-def _onednn_is_faster() -> bool:
+def _is_onednn_faster() -> bool:
     """Return whether this processor has AVX-512 that MKL does not use."""
     try:
         vendor = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
@@ -66,7 +66,7 @@ class _Product(torch.autograd.Function):
         """Return the product."""
         for_x, for_weight = ctx.needs_input_grad
         ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
-        out: Tensor = _matmul_transposed(x.reshape(-1, x.shape[-1]), weight)
+        out: Tensor = _multiply_transposed(x.reshape(-1, x.shape[-1]), weight)
         # The result must not be a view, because hooks of FSDP fail on views; torch's `linear` does the same.
         shaped: Tensor = torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])  # noqa: SLF001 - as above
         return shaped
@@ -77,12 +77,12 @@ class _Product(torch.autograd.Function):
         """Return the gradients of the inputs that require one."""
         x, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
-        of_x = None if weight is None else _matmul_transposed(flat, weight.t()).view(*gradient.shape[:-1], -1)
-        of_weight = None if x is None else _matmul_transposed(flat.t(), x.reshape(-1, x.shape[-1]).t())
+        of_x = None if weight is None else _multiply_transposed(flat, weight.t()).view(*gradient.shape[:-1], -1)
+        of_weight = None if x is None else _multiply_transposed(flat.t(), x.reshape(-1, x.shape[-1]).t())
         return of_x, of_weight
 
 
-def _matmul_transposed(left: Tensor, right: Tensor) -> Tensor:
+def _multiply_transposed(left: Tensor, right: Tensor) -> Tensor:
     """Multiply [m, k] by the transpose of [n, k]: [m, n]."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")  # noqa: SLF001 - no public name
     return out

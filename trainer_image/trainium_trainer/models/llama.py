@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
 from trainium_contract.models.shape import Activation, NormPlacement, QueryKeyNorm
-from trainium_trainer.models.linear import linear
-from trainium_trainer.models.rope import build_context, context_at_positions, context_at_tokens, rotate
+from trainium_trainer.models.linear import apply_linear
+from trainium_trainer.models.rope import build_context, rotate, select_positions, select_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ class WeightedModule(nn.Module):
     part: Callable[[Tensor], Tensor] | None = None
     """Set by a plan: maps the weight to the tensor that this rank computes with."""
 
-    def local_weight(self) -> Tensor:
+    def find_local_weight(self) -> Tensor:
         """Return the weight that this rank computes with."""
         return self.weight if self.part is None else self.part(self.weight)
 
@@ -60,9 +60,9 @@ class Linear(WeightedModule, nn.Linear):
 
     def forward(self, x: Tensor, _: AttentionContext | None = None) -> Tensor:
         """Map [..., width] to [..., outputs]; the context is for projections with an adapter."""
-        return self.with_bias(linear(x, self.local_weight()))
+        return self.add_bias(apply_linear(x, self.find_local_weight()))
 
-    def with_bias(self, out: Tensor) -> Tensor:
+    def add_bias(self, out: Tensor) -> Tensor:
         """Add the bias, if there is one, to an output."""
         if self.bias is None:
             return out
@@ -75,7 +75,7 @@ class Embedding(WeightedModule, nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map [...] ids to [..., width]."""
-        return F.embedding(tokens, self.local_weight())
+        return F.embedding(tokens, self.find_local_weight())
 
 
 class RMSNorm(WeightedModule):
@@ -96,7 +96,7 @@ class RMSNorm(WeightedModule):
         squares = wide.pow(2)
         mean = squares.mean(-1, keepdim=True) if self.mean is None else self.mean(squares)
         wide = wide * torch.rsqrt(mean + self.eps)
-        weight = self.local_weight()
+        weight = self.find_local_weight()
         return (wide * (weight.float() + 1.0 if self.is_centered else weight)).to(x.dtype)
 
 
@@ -129,9 +129,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Map [batch, sequence, hidden] to the same shape."""
         batch, length, _ = x.shape
-        query = self.heads(self.q_proj(x, context), self.q_norm)
-        key = self.heads(self.k_proj(x, context), self.k_norm)
-        value = self.heads(self.v_proj(x, context))
+        query = self.divide_into_heads(self.q_proj(x, context), self.q_norm)
+        key = self.divide_into_heads(self.k_proj(x, context), self.k_norm)
+        value = self.divide_into_heads(self.v_proj(x, context))
         table = context if self.window is None or context.windowed is None else context.windowed
         if self.is_rotated:
             query, key = rotate(query, table), rotate(key, table)
@@ -153,7 +153,7 @@ class Attention(nn.Module):
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1), context)
         return out
 
-    def heads(self, projected: Tensor, norm: RMSNorm | None = None) -> Tensor:
+    def divide_into_heads(self, projected: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """Reshape [batch, sequence, heads x width] to [batch, heads, sequence, width], normalized before or after."""
         if norm is not None and not self.norms_each_head:
             projected = norm(projected)
@@ -194,10 +194,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Map [batch, sequence, hidden] to the same shape."""
-        x = x + self.scaled(self.self_attn(self.input_layernorm(x), context))
-        return x + self.scaled(self.mlp(self.post_attention_layernorm(x), context))
+        x = x + self.scale(self.self_attn(self.input_layernorm(x), context))
+        return x + self.scale(self.mlp(self.post_attention_layernorm(x), context))
 
-    def scaled(self, branch: Tensor) -> Tensor:
+    def scale(self, branch: Tensor) -> Tensor:
         """Scale the output of a branch for the residual stream."""
         return branch if self.multiplier == 1.0 else branch * self.multiplier
 
@@ -212,8 +212,8 @@ class PostNormBlock(Block):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Map [batch, sequence, hidden] to the same shape."""
-        x = x + self.scaled(self.post_attention_layernorm(self.self_attn(x, context)))
-        return x + self.scaled(self.post_feedforward_layernorm(self.mlp(x, context)))
+        x = x + self.scale(self.post_attention_layernorm(self.self_attn(x, context)))
+        return x + self.scale(self.post_feedforward_layernorm(self.mlp(x, context)))
 
 
 class SandwichNormBlock(Block):
@@ -226,8 +226,8 @@ class SandwichNormBlock(Block):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Map [batch, sequence, hidden] to the same shape."""
-        x = x + self.scaled(self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), context)))
-        return x + self.scaled(self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), context)))
+        x = x + self.scale(self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), context)))
+        return x + self.scale(self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), context)))
 
 
 _BLOCKS = {
@@ -291,7 +291,7 @@ class Llama(nn.Module):
         if self.shape.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def rotary_table(self, length: int, device: torch.device) -> AttentionContext:
+    def compute_rotary_table(self, length: int, device: torch.device) -> AttentionContext:
         """Return the rotary embedding of `length` positions, computed at the first call."""
         if self._table is None or self._table[0].shape[0] != length:
             self._table = build_context(self.shape, length, device, masks=self.token_positions is None)
@@ -312,30 +312,34 @@ class Llama(nn.Module):
         documents from each other, see `rope.context_at_positions`. `samples` [batch] int32 identify the samples for
         dropout; None disables it. With a `loss` the result of the loss is returned.
         """
-        context = self.rotary_table(length or tokens.shape[1], tokens.device)
+        context = self.compute_rotary_table(length or tokens.shape[1], tokens.device)
         if self.token_positions is not None:
-            context = context_at_tokens(
+            context = select_tokens(
                 context, self.token_positions.to(tokens.device), positions, self.shape.sliding_window
             )
         elif positions is not None:
-            context = context_at_positions(context, positions)
+            context = select_positions(context, positions)
         if samples is not None:
             context = context._replace(samples=samples)
         hidden = self.model(tokens, context)
         if loss is None:
             return self.project(hidden, context)
         trained = [parameter for parameter in self.lm_head.parameters() if parameter.requires_grad]
-        return loss(self.head_input(hidden), lambda part, chunk: self._logits(part, context.at(chunk)), trained)
+        return loss(
+            self.compute_head_input(hidden),
+            lambda part, chunk: self._compute_logits(part, context.select_chunk(chunk)),
+            trained,
+        )
 
     def project(self, hidden: Tensor, context: AttentionContext) -> Tensor:
         """Map [batch, sequence, hidden] to logits."""
-        return self._logits(self.head_input(hidden), context)
+        return self._compute_logits(self.compute_head_input(hidden), context)
 
-    def head_input(self, hidden: Tensor) -> Tensor:
+    def compute_head_input(self, hidden: Tensor) -> Tensor:
         """Return the input of the output projection."""
         return hidden if self.head_input_transform is None else self.head_input_transform(hidden)
 
-    def _logits(self, hidden: Tensor, context: AttentionContext) -> Tensor:
+    def _compute_logits(self, hidden: Tensor, context: AttentionContext) -> Tensor:
         # A projection of another library that replaces `Linear` takes no context.
         logits: Tensor = self.lm_head(hidden, context) if isinstance(self.lm_head, Linear) else self.lm_head(hidden)
         return logits if self.logits_divisor == 1.0 else logits / self.logits_divisor

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.distributed import all_reduce
 
-from trainium_trainer.models.dropout import dropout, module_key
-from trainium_trainer.models.linear import linear
+from trainium_trainer.models.dropout import apply_dropout, hash_module_name
+from trainium_trainer.models.linear import apply_linear
 from trainium_trainer.models.llama import Linear, WeightedModule
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class AdaptedLinear(Linear):
     input_group: ProcessGroup | None = None
     """The ranks that hold the other input features; set by a plan that divides the features."""
     enabled = True
-    """Whether the adapter adds to the output; see `adapters_disabled`."""
+    """Whether the adapter adds to the output; see `disable_adapters`."""
 
     def __init__(self, name: str, width: int, outputs: int, lora: LoraConfig, *, bias: bool = False) -> None:
         super().__init__(width, outputs, bias=bias)
@@ -57,25 +57,25 @@ class AdaptedLinear(Linear):
         self.lora_magnitude_vector = Magnitude(outputs) if lora.dora else None
         self._dropout = lora.dropout
         self._scale = lora.scale_of(name)
-        self._key = module_key(name)
+        self._key = hash_module_name(name)
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """Map [batch, sequence, width] to [batch, sequence, outputs]."""
         if not self.enabled:
             return super().forward(x)
         if self.lora_magnitude_vector is None:
-            return super().forward(x) + self.adapter_output(x, context)
-        out = linear(x, self.local_weight())
-        gain = self.lora_magnitude_vector.local_weight() / self._row_norms()
+            return super().forward(x) + self.compute_adapter_output(x, context)
+        out = apply_linear(x, self.find_local_weight())
+        gain = self.lora_magnitude_vector.find_local_weight() / self._compute_row_norms()
         kept, keep_rate = self._drop_input(x, context)
         addend = self.lora_B(self.lora_A(kept) * (self._scale / keep_rate))
         if kept is x:
-            return self.with_bias((gain * (out + addend)).to(out.dtype))
+            return self.add_bias((gain * (out + addend)).to(out.dtype))
         # As in peft, dropout hides the input from everything that is trained, including the magnitudes.
-        change = (gain - 1) * linear(kept, self.local_weight()) / keep_rate
-        return self.with_bias((out + change + gain * addend).to(out.dtype))
+        change = (gain - 1) * apply_linear(kept, self.find_local_weight()) / keep_rate
+        return self.add_bias((out + change + gain * addend).to(out.dtype))
 
-    def adapter_output(self, x: Tensor, context: AttentionContext | None) -> Tensor:
+    def compute_adapter_output(self, x: Tensor, context: AttentionContext | None) -> Tensor:
         """Return the adapter's summand of the output, without DoRA's magnitudes."""
         kept, keep_rate = self._drop_input(x, context)
         narrow = self.lora_A(kept) * (self._scale / keep_rate)  # scale at the narrowest point
@@ -86,7 +86,7 @@ class AdaptedLinear(Linear):
         """Return the adapter's input after dropout, and the fraction of values that is kept."""
         if not self._dropout or context is None or context.samples is None:
             return x, 1.0
-        kept = dropout(
+        kept = apply_dropout(
             x,
             context.samples,
             module=self._key,
@@ -98,9 +98,13 @@ class AdaptedLinear(Linear):
         return kept, 1.0 - self._dropout
 
     @torch.no_grad()
-    def _row_norms(self) -> Tensor:
+    def _compute_row_norms(self) -> Tensor:
         """Return the norm of each row of W + scale B A, float32, without materialising that matrix."""
-        weight, narrow, wide = self.local_weight(), self.lora_A.local_weight(), self.lora_B.local_weight().float()
+        weight, narrow, wide = (
+            self.find_local_weight(),
+            self.lora_A.find_local_weight(),
+            self.lora_B.find_local_weight().float(),
+        )
         with torch.autocast(weight.device.type, enabled=False):
             squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
             cross = ((weight @ narrow.to(weight.dtype).T).float() * wide).sum(1)
@@ -115,7 +119,7 @@ class AdaptedLinear(Linear):
 
 
 @contextlib.contextmanager
-def adapters_disabled(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Disable the adapters, so that the model computes as its base."""
     adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     for module in adapted:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 
 
-def loss_sum(
+def compute_loss_sum(
     logits: Tensor, labels: Tensor, *, group: ProcessGroup | None = None, vocabulary: int | None = None
 ) -> Tensor:
     """Return the sum of the token losses of a micro-batch, a float32 scalar; ignored labels add nothing.
@@ -45,13 +45,13 @@ def loss_sum(
     Collective over the group.
     """
     if group is None:
-        return _cross_entropy(logits, labels, vocabulary, "sum")
-    return token_losses(logits, labels, group=group, vocabulary=vocabulary).sum()
+        return _compute_cross_entropy(logits, labels, vocabulary, "sum")
+    return compute_token_losses(logits, labels, group=group, vocabulary=vocabulary).sum()
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLoss:
-    """The sum of the token losses of a micro-batch, as `loss_sum`, without materialising all logits."""
+    """The sum of the token losses of a micro-batch, as `compute_loss_sum`, without materialising all logits."""
 
     labels: Tensor
     width: int
@@ -61,19 +61,19 @@ class ChunkedLoss:
 
     def __call__(self, hidden: Tensor, project: Projection, trained: Sequence[nn.Parameter]) -> Tensor:
         """Return the loss of [batch, sequence, hidden], a scalar; `trained` are the trained parameters of `project`."""
-        chunks = list(self.chunks())
+        chunks = list(self.divide_into_chunks())
         if len(chunks) == 1:
-            return self.of(project(hidden, chunks[0]), chunks[0])
+            return self.compute(project(hidden, chunks[0]), chunks[0])
         if not torch.is_grad_enabled():
-            return torch.stack([self.of(project(hidden[:, chunk], chunk), chunk) for chunk in chunks]).sum()
+            return torch.stack([self.compute(project(hidden[:, chunk], chunk), chunk) for chunk in chunks]).sum()
         loss: Tensor = _ChunkedLossFunction.apply(self, project, hidden, *trained)  # type: ignore[no-untyped-call]
         return loss
 
-    def of(self, logits: Tensor, chunk: slice) -> Tensor:
+    def compute(self, logits: Tensor, chunk: slice) -> Tensor:
         """Return the sum over one chunk."""
-        return loss_sum(logits, self.labels[:, chunk], group=self.group, vocabulary=self.vocabulary)
+        return compute_loss_sum(logits, self.labels[:, chunk], group=self.group, vocabulary=self.vocabulary)
 
-    def chunks(self) -> Iterator[slice]:
+    def divide_into_chunks(self) -> Iterator[slice]:
         """Yield the chunks of the sequence, as even as possible."""
         rows, length = self.labels.shape
         max_length = max(1, logits_chunk_tokens(self.width) // rows)
@@ -93,10 +93,10 @@ class _ChunkedLossFunction(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if for_hidden else None
         sums: list[Tensor | None] = [None] * len(trained)
         wanted = [index for index, needed in enumerate(for_trained) if needed]
-        for chunk in loss.chunks():
+        for chunk in loss.divide_into_chunks():
             part = hidden[:, chunk].detach().requires_grad_(for_hidden)
             with torch.set_grad_enabled(for_hidden or bool(wanted)):
-                value = loss.of(project(part, chunk), chunk)
+                value = loss.compute(project(part, chunk), chunk)
             total += value.detach()
             inputs = [*([part] if for_hidden else []), *(trained[index] for index in wanted)]
             gradients = list(torch.autograd.grad(value, inputs)) if inputs else []
@@ -121,17 +121,17 @@ class _ChunkedLossFunction(torch.autograd.Function):
         return None, None, *gradients
 
 
-def token_losses(
+def compute_token_losses(
     logits: Tensor, labels: Tensor, *, group: ProcessGroup | None = None, vocabulary: int | None = None
 ) -> Tensor:
-    """Return the loss of each token, [batch, sequence] float32, zero for ignored labels, see `loss_sum`."""
+    """Return the loss of each token, [batch, sequence] float32, zero for ignored labels, see `compute_loss_sum`."""
     if group is None:
-        return _cross_entropy(logits, labels, vocabulary, "none").view(labels.shape)
+        return _compute_cross_entropy(logits, labels, vocabulary, "none").view(labels.shape)
     flat: Tensor = _DividedVocabulary.apply(logits.flatten(0, 1), labels.flatten(), group, vocabulary)  # type: ignore[no-untyped-call]
     return flat.view(labels.shape)
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, vocabulary: int | None, reduction: str) -> Tensor:
+def _compute_cross_entropy(logits: Tensor, labels: Tensor, vocabulary: int | None, reduction: str) -> Tensor:
     flat = logits.flatten(0, 1)[:, :vocabulary]
     return F.cross_entropy(flat.float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction)
 

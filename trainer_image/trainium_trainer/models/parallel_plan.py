@@ -23,7 +23,7 @@ from trainium_contract.models.parameters import HEAD, Unit, find_parameter, laye
 from trainium_trainer.models.llama import Embedding, Linear, RMSNorm, WeightedModule
 from trainium_trainer.models.lora import AdaptedLinear
 from trainium_trainer.models.regions import FunctionalRegion
-from trainium_trainer.models.stages import present_layers
+from trainium_trainer.models.stages import list_present_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: 
     """Divide a model or a stage, before its values are set, over the one-dimensional `mesh`."""
     region = FunctionalRegion(mesh.get_group(), sequence_parallel)
     heads = model.shape.num_key_value_heads
-    for layer in present_layers(model):
+    for layer in list_present_layers(model):
         for parameter in layer_parameters(model.shape).values():
             _divide(layer.get_submodule(parameter.module), parameter, mesh, region, key_value_heads=heads)
         for divided in (layer.self_attn, layer.mlp):
@@ -114,7 +114,7 @@ def _place(module: WeightedModule, mesh: DeviceMesh, placement: Placement, leaf:
     local = torch.empty(size, dtype=whole.dtype, device=whole.device)
     divided = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
     setattr(module, leaf, nn.Parameter(divided, requires_grad=whole.requires_grad))
-    _compute_with(module, leaf, _part)
+    _compute_with(module, leaf, _take_part)
 
 
 def _repeat(
@@ -131,14 +131,14 @@ def _repeat(
     If the parameter does not count on this rank, the rank computes with zeros.
     """
     _place(module, mesh, Replicate(), leaf)
-    _compute_with(module, leaf, functools.partial(_part, partial=partial, rows=rows, counts=counts))
+    _compute_with(module, leaf, functools.partial(_take_part, partial=partial, rows=rows, counts=counts))
 
 
 def _compute_with(module: WeightedModule, leaf: str, part: Callable[[Tensor], Tensor]) -> None:
     setattr(module, "part" if leaf == "weight" else "bias_part", part)
 
 
-def _part(whole: Tensor, *, partial: bool = False, rows: slice | None = None, counts: bool = True) -> Tensor:
+def _take_part(whole: Tensor, *, partial: bool = False, rows: slice | None = None, counts: bool = True) -> Tensor:
     """Return the local part of a parameter that is a DTensor."""
     assert isinstance(whole, DTensor)
     local: Tensor = whole.to_local(grad_placements=[Partial()] if partial else None)
@@ -150,7 +150,7 @@ def _divide_lookup(embedding: Embedding, rank: int, region: FunctionalRegion) ->
     """Look up this rank's part of the vocabulary, zeros for the others' tokens."""
 
     def look_up(tokens: Tensor) -> Tensor:
-        weight = embedding.local_weight()
+        weight = embedding.find_local_weight()
         local_ids = tokens - rank * weight.shape[0]
         is_local = (local_ids >= 0) & (local_ids < weight.shape[0])
         embedded = F.embedding(torch.where(is_local, local_ids, 0), weight)

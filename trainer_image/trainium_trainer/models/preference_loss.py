@@ -41,7 +41,7 @@ def answer_log_probs(losses: Tensor, labels: Tensor, answers: Tensor) -> Tensor:
     return -(losses * _answer_mask(labels, answers)).sum(-1)
 
 
-def preference_loss(
+def compute_preference_loss(
     objective: ObjectiveConfig, losses: Tensor, labels: Tensor, *, answers: Tensor, references: Tensor
 ) -> PairLoss:
     """Return the loss of rows 2k (preferred answers) and 2k + 1 (rejected answers).
@@ -52,13 +52,13 @@ def preference_loss(
     of_answers = _answer_mask(labels, answers)
     log_probs = -(losses * of_answers).sum(-1)
     counted = of_answers.any(-1)[0::2]
-    losses_of_pairs, rewards = _dpo(objective, log_probs - references)
+    losses_of_pairs, rewards = _compute_dpo(objective, log_probs - references)
     chosen, rejected = rewards.detach().view(-1, 2).unbind(-1)
     sums = torch.stack((chosen, rejected, (chosen > rejected).float()))
     return PairLoss(torch.where(counted, losses_of_pairs, 0.0).sum(), torch.where(counted, sums, 0.0).sum(-1))
 
 
-def _dpo(objective: ObjectiveConfig, ratios: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_dpo(objective: ObjectiveConfig, ratios: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss of each pair, and the implicit reward of each answer.
 
     Label smoothing is that of conservative DPO (Mitchell, A note on DPO with noisy preferences, 2023).

@@ -42,7 +42,7 @@ class AttentionContext(NamedTuple):
     first: Tensor | None = None
     """First position that each token of a part attends to, instead of a mask: [batch or 1, sequence] int64; None: 0."""
 
-    def at(self, chunk: slice) -> AttentionContext:
+    def select_chunk(self, chunk: slice) -> AttentionContext:
         """Return the context of some of the tokens for the output projection."""
         if self.samples is None:
             return self
@@ -55,7 +55,7 @@ class AttentionContext(NamedTuple):
 def build_context(shape: ModelShape, length: int, device: torch.device, *, masks: bool = True) -> AttentionContext:
     """Return the rotary table of `length` positions: the two halves of a head rotate against each other.
 
-    Without `masks` the table is input for `context_at_tokens`.
+    Without `masks` the table is input for `select_tokens`.
     """
     table = _build_table(shape, length, device)
     window = shape.sliding_window
@@ -74,7 +74,7 @@ def build_context(shape: ModelShape, length: int, device: torch.device, *, masks
 
 def _build_table(shape: ModelShape, length: int, device: torch.device) -> AttentionContext:
     positions = torch.arange(length, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, inverse_frequencies(shape, device, length))
+    angles = torch.outer(positions, compute_inverse_frequencies(shape, device, length))
     angles = torch.cat((angles, angles), dim=-1)
     factor = 1.0 if shape.rope_stretch is None else shape.rope_stretch.attention_factor
     table = AttentionContext(angles.cos() * factor, angles.sin() * factor)
@@ -85,7 +85,7 @@ def _build_table(shape: ModelShape, length: int, device: torch.device) -> Attent
     return table._replace(query_scale=(1.0 + shape.query_growth * torch.log1p(turns)).unsqueeze(-1))
 
 
-def context_at_positions(table: AttentionContext, positions: Tensor) -> AttentionContext:
+def select_positions(table: AttentionContext, positions: Tensor) -> AttentionContext:
     """Return the table for samples of several documents; `positions` [batch, sequence] int64, a 0 begins a document.
 
     A token attends to the earlier tokens of its document: at index i and position p to those from index i - p on.
@@ -102,12 +102,12 @@ def context_at_positions(table: AttentionContext, positions: Tensor) -> Attentio
     return at_tokens(table)._replace(windowed=windowed)
 
 
-def context_at_tokens(
+def select_tokens(
     table: AttentionContext, token_positions: Tensor, positions: Tensor | None, window: int | None
 ) -> AttentionContext:
     """Return the table of a part of the sequence: the tokens at `token_positions`, [sequence] int64.
 
-    `positions` [batch, sequence] are the part's, as in `context_at_positions`; `window` is the shape's.
+    `positions` [batch, sequence] are the part's, as in `select_positions`; `window` is the shape's.
     """
     begins = None if positions is None else token_positions - positions
 
@@ -133,7 +133,7 @@ def _take_positions(table: AttentionContext, positions: Tensor) -> AttentionCont
     return table._replace(cos=take(table.cos), sin=take(table.sin), query_scale=scale)
 
 
-def inverse_frequencies(shape: ModelShape, device: torch.device, length: int = 0) -> Tensor:
+def compute_inverse_frequencies(shape: ModelShape, device: torch.device, length: int = 0) -> Tensor:
     """Return the radians per position of each pair of a head, [head width / 2] float32, for sequences of `length`.
 
     Llama 3.1 (`apply_scaling` of Meta's llama-models): waves longer than original / low are slowed down by `factor`,
@@ -151,14 +151,14 @@ def inverse_frequencies(shape: ModelShape, device: torch.device, length: int = 0
     if stretch.kind is RopeScalingKind.LINEAR:
         return slow
     if stretch.kind is RopeScalingKind.YARN:
-        return torch.lerp(plain, slow, _yarn_ramp(shape, stretch, device))
+        return torch.lerp(plain, slow, _compute_yarn_ramp(shape, stretch, device))
     turns = stretch.original_max_positions * plain / (2.0 * math.pi)
     low, high = stretch.low_frequency_factor, stretch.high_frequency_factor
     unchanged = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1.0 - unchanged) * slow + unchanged * plain
 
 
-def _yarn_ramp(shape: ModelShape, stretch: RopeStretch, device: torch.device) -> Tensor:
+def _compute_yarn_ramp(shape: ModelShape, stretch: RopeStretch, device: torch.device) -> Tensor:
     """Return the interpolation weight of each pair, 0 to 1, from its number of rotations (arXiv 2309.00071, 3.2)."""
 
     def pair_of(turns: float) -> float:

@@ -91,14 +91,14 @@ class LlamaStage(Llama):
         return out.requires_grad_() if torch.is_grad_enabled() and not out.requires_grad else out
 
 
-def present_layers(model: Llama) -> Iterator[Block]:
+def list_present_layers(model: Llama) -> Iterator[Block]:
     """Return the layers that a model or a stage holds."""
     for layer in model.model.layers:
         if isinstance(layer, Block):
             yield layer
 
 
-def canonical_parameters(model: Llama) -> list[tuple[str, nn.Parameter]]:
+def list_canonical_parameters(model: Llama) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of a model or a stage under the names of the whole model, in order of use."""
     return [
         (EMBEDDING if name == HEAD and model.shape.tie_embeddings else name, parameter)
@@ -106,7 +106,7 @@ def canonical_parameters(model: Llama) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def shared_with_first(model: Llama) -> frozenset[str]:
+def find_shared_with_first(model: Llama) -> frozenset[str]:
     """Return the names of the weights that this stage copies from the first: the tied weight on the last of several."""
     tied = model.shape.tie_embeddings and isinstance(model.model.embed_tokens, Placeholder)
     return frozenset({EMBEDDING} if tied and not isinstance(model.lm_head, Placeholder) else ())

@@ -12,12 +12,12 @@ OPTIMIZER_STEP = "optimizer.step"
 """The number of updates in the moments; an int64 scalar."""
 
 
-def moment(name: str) -> str:
+def find_moment(name: str) -> str:
     """Return the section of the state with the named moment of the optimizer."""
     return f"optimizer.{name}"
 
 
-def state_name(part: str, parameter: str) -> str:
+def format_state_name(part: str, parameter: str) -> str:
     """Return the checkpoint name of one value of a parameter."""
     return f"{part}.{parameter}"
 

@@ -35,7 +35,7 @@ NEURON_PEAKS = {"trn1": 190 / 2, "trn2": 667 / 8, "trn3": 671 / 8}
 """
 
 
-def flops_per_token(shape: ModelShape, sequence_length: int, *, trained: int | None = None) -> float:
+def compute_flops_per_token(shape: ModelShape, sequence_length: int, *, trained: int | None = None) -> float:
     """Return the forward and backward floating-point operations of one token, by the formula of the module.
 
     `trained` is the number of trained parameters if not all are.
@@ -47,25 +47,25 @@ def flops_per_token(shape: ModelShape, sequence_length: int, *, trained: int | N
     return 4.0 * products + 2.0 * weight_gradient_products + 12.0 * attention
 
 
-def peak_flops(device: torch.device) -> float | None:
+def find_peak_flops(device: torch.device) -> float | None:
     """Return the peak of a process's device, FLOP/s in dense bfloat16; None for a CPU and unknown devices."""
     if device.type == "cuda":
-        return cuda_peak(torch.cuda.get_device_name(device))
+        return find_cuda_peak(torch.cuda.get_device_name(device))
     if device.type in ("neuron", "xla"):
         try:
             instance = PRODUCT_NAME.read_text()
         except OSError:
             return None
-        return neuron_peak(instance, os.environ.get(LOGICAL_CORE, ""))
+        return find_neuron_peak(instance, os.environ.get(LOGICAL_CORE, ""))
     return None
 
 
-def cuda_peak(name: str) -> float | None:
+def find_cuda_peak(name: str) -> float | None:
     """Return the peak of a CUDA device by its name, FLOP/s; None for an unknown one."""
     return next((peak * _TERA for part, peak in CUDA_PEAKS.items() if part in name), None)
 
 
-def neuron_peak(instance: str, logical_core: str = "") -> float | None:
+def find_neuron_peak(instance: str, logical_core: str = "") -> float | None:
     """Return the peak of one core of an EC2 instance type such as `trn2.48xlarge`, FLOP/s; None for another type.
 
     `logical_core` is the number of physical cores per logical core; empty: the SDK's default.
@@ -83,7 +83,7 @@ def compute_utilisation(tokens_per_second: float, flops: float, *, devices: int,
     return None if peak is None else tokens_per_second * flops / (devices * peak)
 
 
-def host_bytes(statm: Path = Path("/proc/self/statm")) -> int | None:
+def read_host_bytes(statm: Path = Path("/proc/self/statm")) -> int | None:
     """Return the resident memory of this process in bytes; None if the system does not report it."""
     try:
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -91,7 +91,7 @@ def host_bytes(statm: Path = Path("/proc/self/statm")) -> int | None:
         return None
 
 
-def device_bytes(device: torch.device) -> int | None:
+def read_device_bytes(device: torch.device) -> int | None:
     """Return the peak device memory of this process's tensors so far, in bytes; None for a CPU."""
     if device.type == "cpu":
         return None

@@ -31,7 +31,7 @@ _PAUSE_SECONDS = 5.0
 """The time between two attempts to write a failing file."""
 
 
-def unwritable_error(path: Path, error: OSError) -> StorageError:
+def create_write_error(path: Path, error: OSError) -> StorageError:
     """Return the error for a file of records that cannot be written."""
     if error.errno in FORBIDDEN:
         advice = explain_forbidden(error.errno)
@@ -66,7 +66,7 @@ def truncate_after(path: Path, step: int) -> None:
     try:
         _truncate(path, step)
     except OSError as error:
-        raise unwritable_error(path, error) from error
+        raise create_write_error(path, error) from error
 
 
 def _truncate(path: Path, step: int) -> None:
@@ -90,12 +90,12 @@ def _end_of_step(descriptor: int, step: int) -> int:
         return end
 
 
-def newest_lines(path: Path, count: int) -> list[dict[str, Any]]:
+def read_newest_lines(path: Path, count: int) -> list[dict[str, Any]]:
     """Return the last `count` lines, oldest first, of a file after `truncate_after`. Raises StorageError."""
     try:
         return [json.loads(line) for line in _read_newest(path, count)]
     except OSError as error:
-        raise unwritable_error(path, error) from error
+        raise create_write_error(path, error) from error
 
 
 def _read_newest(path: Path, count: int) -> list[bytes]:
@@ -111,7 +111,7 @@ def _read_newest(path: Path, count: int) -> list[bytes]:
     return []
 
 
-def first_line(path: Path) -> dict[str, Any] | None:
+def read_first_line(path: Path) -> dict[str, Any] | None:
     """Return the first line of a file after `truncate_after`; None if it is empty. Raises StorageError."""
     try:
         with path.open("rb") as file:
@@ -119,7 +119,7 @@ def first_line(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise unwritable_error(path, error) from error
+        raise create_write_error(path, error) from error
     record: dict[str, Any] | None = json.loads(line) if line else None
     return record
 
@@ -204,7 +204,7 @@ class LineWriter:
             if not self._notified:
                 self._notified = True
                 self._notify(
-                    f"{unwritable_error(self._path, error)}; training continues, its newest lines are kept aside and "
+                    f"{create_write_error(self._path, error)}; training continues, its newest lines are kept aside and "
                     "written when the file takes them"
                 )
             self._rewrite_fallback()

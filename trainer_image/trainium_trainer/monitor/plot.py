@@ -23,7 +23,7 @@ from trainium_contract.base import MessageModel
 from trainium_contract.status.results import EvaluationFigure  # noqa: TC001 - pydantic reads annotations
 from trainium_contract.wire.checkpoint_manifest import parse_step
 from trainium_trainer.exits import UserError
-from trainium_trainer.monitor.scaling import SizeSpeed, measure_sizes, scaling_lines
+from trainium_trainer.monitor.scaling import SizeSpeed, format_scaling, measure_sizes
 from trainium_trainer.monitor.writers import METRICS_NAME
 
 if TYPE_CHECKING:
@@ -70,12 +70,12 @@ class PlottedRun:
     evaluations: dict[str, dict[int, EvaluationFigure]] = field(default_factory=dict)
     """Figures of models that the run wrote, by name and step."""
 
-    def values(self, name: str) -> tuple[list[int], list[float]]:
+    def list_values(self, name: str) -> tuple[list[int], list[float]]:
         """Return the x values at which a field was measured, and its values."""
         points = [(line[self.by], line[name]) for line in self.lines if line.get(name) is not None]
         return [x for x, _ in points], [float(value) for _, value in points]
 
-    def figures(self, name: str) -> tuple[list[int], list[float], list[float]]:
+    def list_figures(self, name: str) -> tuple[list[int], list[float], list[float]]:
         """Return the x values of models, the values of one figure, and its standard errors."""
         steps = {line["step"]: line[self.by] for line in self.lines}
         figures = sorted((step, item) for step, item in self.evaluations[name].items() if step in steps)
@@ -137,14 +137,14 @@ def _parse_line(file: Path, number: int, line: str, by: XAxis) -> dict[str, Any]
     return dict(document)
 
 
-def loss_difference(first: PlottedRun, second: PlottedRun) -> tuple[list[int], list[float]]:
+def compute_loss_difference(first: PlottedRun, second: PlottedRun) -> tuple[list[int], list[float]]:
     """Return the x values at which the second run has a loss within the range of the first, and the difference there.
 
     The loss of the first run is interpolated between its steps: runs that are compared by tokens share none.
     """
     import numpy as np  # noqa: PLC0415 - ranks import this module, and do not need it before they have data
 
-    (positions, losses), (other_positions, other_losses) = first.values("loss"), second.values("loss")
+    (positions, losses), (other_positions, other_losses) = first.list_values("loss"), second.list_values("loss")
     if not positions or not other_positions:
         return [], []
     shared = [index for index, position in enumerate(other_positions) if positions[0] <= position <= positions[-1]]
@@ -157,7 +157,7 @@ def draw(runs: Sequence[PlottedRun], output: Path) -> None:
     compared = len(runs) == _COMPARED
     measured = any(run.evaluations for run in runs)
     rows: list[Any] = [["difference", "difference"]] * compared + [["evaluation", "evaluation"]] * measured
-    with _figure(output, height=10.0 + 2.5 * len(rows)) as figure:
+    with _open_figure(output, height=10.0 + 2.5 * len(rows)) as figure:
         panels = figure.subplot_mosaic([*_PANELS, *rows])
         spikes = panels.pop("spikes")
         for panel in panels.values():
@@ -169,29 +169,29 @@ def draw(runs: Sequence[PlottedRun], output: Path) -> None:
         spikes.hist(
             [run.spike_lengths for run in runs],
             bins=[edge + 0.5 for edge in range(0, longest + 1, longest // _MAX_BARS + 1)] + [longest + 0.5],
-            color=[colour for colour, _ in _with_colours(runs)],
+            color=[colour for colour, _ in _assign_colours(runs)],
         )
         spikes.locator_params("x", integer=True)
         spikes.set_xlabel("steps")
         _set_titles(spikes, "length of spikes of the gradient norm", "")
         if compared:
-            panels["difference"].plot(*loss_difference(*runs), color="black", linewidth=0.8)
+            panels["difference"].plot(*compute_loss_difference(*runs), color="black", linewidth=0.8)
             panels["difference"].axhline(0.0, color="0.5", linewidth=0.9)
             _set_titles(panels["difference"], f"loss of {runs[1].name} - loss of {runs[0].name}", "")
 
 
 def _draw_lines(panels: dict[str, Axes], runs: Sequence[PlottedRun]) -> None:
     """Draw all plots over the progress of the runs."""
-    for colour, run in _with_colours(runs):
+    for colour, run in _assign_colours(runs):
         _draw_losses(panels["loss"], run, colour, alone=len(runs) == 1)
-        _line(panels["rate"], run, "learningRate", colour)
-        _line(panels["norm"], run, "gradNorm", colour, smooth=True)
-        _line(panels["parameters"], run, "parameterNorm", colour)
-        _line(panels["speed"], run, "tokensPerSecond", colour)
+        _draw_line(panels["rate"], run, "learningRate", colour)
+        _draw_line(panels["norm"], run, "gradNorm", colour, smooth=True)
+        _draw_line(panels["parameters"], run, "parameterNorm", colour)
+        _draw_line(panels["speed"], run, "tokensPerSecond", colour)
         for axes in panels.values():
             for step in run.restarts:
                 axes.axvline(step, color=colour if len(runs) > 1 else "0.5", linestyle=":", linewidth=0.9)
-    _set_titles(panels["loss"], "loss", _caption(runs))
+    _set_titles(panels["loss"], "loss", _format_caption(runs))
     _set_titles(panels["rate"], "learning rate", "")
     _set_titles(panels["norm"], "gradient norm", "")
     _set_titles(panels["parameters"], "parameter norm", "")
@@ -210,7 +210,7 @@ def _draw_evaluations(axes: Axes, runs: Sequence[PlottedRun]) -> None:
     for marker, run in zip(itertools.cycle(_MARKERS), runs, strict=False):
         for colour, name in zip(itertools.cycle(_COLOURS), names, strict=False):
             if name in run.evaluations:
-                positions, values, errors = run.figures(name)
+                positions, values, errors = run.list_figures(name)
                 label = name if len(runs) == 1 else f"{run.name}: {name}"
                 axes.errorbar(positions, values, yerr=errors, color=colour, marker=marker, label=label, capsize=3)
     axes.set_xlabel(runs[0].by)
@@ -218,12 +218,12 @@ def _draw_evaluations(axes: Axes, runs: Sequence[PlottedRun]) -> None:
     _set_titles(axes, "evaluation of models, with standard errors", "")
 
 
-def _with_colours(runs: Sequence[PlottedRun]) -> Iterator[tuple[str, PlottedRun]]:
+def _assign_colours(runs: Sequence[PlottedRun]) -> Iterator[tuple[str, PlottedRun]]:
     return zip(itertools.cycle(_COLOURS), runs, strict=False)
 
 
 @contextlib.contextmanager
-def _figure(output: Path, *, height: float) -> Iterator[Figure]:
+def _open_figure(output: Path, *, height: float) -> Iterator[Figure]:
     """Yield a figure that is written to `output` at the end."""
     try:
         import matplotlib as mpl  # noqa: PLC0415 - see the module
@@ -246,8 +246,8 @@ def _figure(output: Path, *, height: float) -> Iterator[Figure]:
 
 def _draw_losses(axes: Axes, run: PlottedRun, colour: str, *, alone: bool) -> None:
     """Draw the training loss, raw and smoothed, and the validation loss as dots."""
-    _line(axes, run, "loss", colour, smooth=True, label="training" if alone else run.name)
-    steps, values = run.values("validationLoss")
+    _draw_line(axes, run, "loss", colour, smooth=True, label="training" if alone else run.name)
+    steps, values = run.list_values("validationLoss")
     if steps:
         axes.plot(
             steps,
@@ -261,18 +261,20 @@ def _draw_losses(axes: Axes, run: PlottedRun, colour: str, *, alone: bool) -> No
         )
 
 
-def _line(
+def _draw_line(
     axes: Axes, run: PlottedRun, field: str, colour: str, *, smooth: bool = False, label: str | None = None
 ) -> None:
-    steps, values = run.values(field)
+    steps, values = run.list_values(field)
     if not smooth or len(steps) < _FEWEST_TO_SMOOTH:
         axes.plot(steps, values, color=colour, linewidth=1.2, label=label)
         return
     axes.plot(steps, values, color=colour, linewidth=0.5, alpha=0.3)
-    axes.plot(steps, running_mean(values, len(values) // _SMOOTHED_OVER), color=colour, linewidth=1.5, label=label)
+    axes.plot(
+        steps, compute_running_mean(values, len(values) // _SMOOTHED_OVER), color=colour, linewidth=1.5, label=label
+    )
 
 
-def running_mean(values: Sequence[float], width: int) -> list[float]:
+def compute_running_mean(values: Sequence[float], width: int) -> list[float]:
     """Return means over the `width` values up to each one, over fewer at the beginning."""
     total, means = 0.0, []
     for index, value in enumerate(values):
@@ -287,7 +289,7 @@ def _set_titles(axes: Axes, title: str, right: str) -> None:
     axes.grid(visible=True, alpha=0.25)
 
 
-def _caption(runs: Sequence[PlottedRun]) -> str:
+def _format_caption(runs: Sequence[PlottedRun]) -> str:
     """Return the result of a single run."""
     if len(runs) > 1:
         return ""
@@ -306,7 +308,7 @@ def _caption(runs: Sequence[PlottedRun]) -> str:
 def _draw_scaling(sizes: Sequence[SizeSpeed], output: Path) -> None:
     """Draw the throughput by number of nodes, and that of an efficiency of 100 %."""
     nodes = [size.nodes for size in sizes]
-    with _figure(output, height=4.5) as figure:
+    with _open_figure(output, height=4.5) as figure:
         axes = figure.subplots()
         axes.plot(nodes, [size.samples_per_second for size in sizes], marker="o", color=_COLOURS[0], label="measured")
         ideal = [sizes[0].samples_per_second * count / nodes[0] for count in nodes]
@@ -335,7 +337,7 @@ def plot(
     histories = [read_history(run, by) for run in runs]
     if scaling:
         sizes = measure_sizes([line for history in histories for line in history.lines])
-        for line in scaling_lines(sizes):
+        for line in format_scaling(sizes):
             typer.echo(line)
         _draw_scaling(sizes, output)
     else:

@@ -57,7 +57,7 @@ def measure_sizes(lines: Sequence[Mapping[str, Any]]) -> list[SizeSpeed]:
     return sizes
 
 
-def scaling_lines(sizes: Sequence[SizeSpeed]) -> Iterator[str]:
+def format_scaling(sizes: Sequence[SizeSpeed]) -> Iterator[str]:
     """Format a table for a terminal."""
     yield f"{'NODES':>5} {'STEPS':>8} {'MEDIAN STEP':>11} {'SAMPLES/S':>10} {'TOKENS/S':>12} {'EFFICIENCY':>10}"
     for size in sizes:

@@ -138,12 +138,12 @@ def update_stability(before: Stability, rules: StabilityRules, *, loss: float, g
     bound = mean + rules.margin
     above = gradient_norm > bound
     after = replace(
-        _with_noise(before, loss),
+        _update_noise(before, loss),
         losses=(*before.losses, loss)[-rules.kept_steps :],
         norms=(*before.norms, gradient_norm)[-rules.kept_steps :],
         spike_steps=before.spike_steps + 1 if above else 0,
     )
-    after, level = _with_level(after, rules.alarm_ratio)
+    after, level = _update_level(after, rules.alarm_ratio)
     known = before.spike_reported and above
     is_reported = not known and after.spike_steps >= rules.reported_after and _is_outlier(after, rules)
     was_counted = before.spike_counted and above
@@ -165,7 +165,7 @@ def update_stability(before: Stability, rules: StabilityRules, *, loss: float, g
     )
 
 
-def _with_noise(before: Stability, loss: float) -> Stability:
+def _update_noise(before: Stability, loss: float) -> Stability:
     if not before.losses:
         return before
     count = min(before.differences + 1, _NOISE_STEPS)
@@ -173,7 +173,7 @@ def _with_noise(before: Stability, loss: float) -> Stability:
     return replace(before, differences=count, noise=before.noise + (difference - before.noise) / count)
 
 
-def _with_level(state: Stability, ratio: float) -> tuple[Stability, float]:
+def _update_level(state: Stability, ratio: float) -> tuple[Stability, float]:
     """Return the state with the lowest level and the alarm updated, and the level."""
     if len(state.losses) < LEVEL_STEPS:
         return state, math.nan

@@ -34,7 +34,7 @@ class Rewards:
         """Mean difference of the two rewards."""
         return self.chosen - self.rejected
 
-    def items(self) -> Iterator[tuple[str, float]]:
+    def iterate_figures(self) -> Iterator[tuple[str, float]]:
         """Yield the figures by name."""
         yield from (
             ("chosen", self.chosen),
@@ -111,8 +111,8 @@ class StepMetrics:
         """Return the line of metrics.jsonl."""
         line = {
             "step": self.step,
-            "loss": _finite(self.loss),
-            "gradNorm": _finite(self.grad_norm),
+            "loss": _drop_nonfinite(self.loss),
+            "gradNorm": _drop_nonfinite(self.grad_norm),
             "learningRate": self.learning_rate,
             "tokens": self.tokens,
             "samples": self.samples,
@@ -121,11 +121,11 @@ class StepMetrics:
             "time": round(time.time(), 6),
             "productiveSeconds": round(self.productive_seconds, 3),
         }
-        line |= {name: _finite(getattr(self.stability, field)) for name, field in METRICS_FIELDS.items()}
+        line |= {name: _drop_nonfinite(getattr(self.stability, field)) for name, field in METRICS_FIELDS.items()}
         measured = {
-            "perplexity": self._perplexity(self.loss),
+            "perplexity": self._compute_perplexity(self.loss),
             "validationLoss": self.validation_loss,
-            "validationPerplexity": self._perplexity(self.validation_loss),
+            "validationPerplexity": self._compute_perplexity(self.validation_loss),
             "parameterNorm": self.parameter_norm,
             "tokensPerSecond": self.tokens_per_second,
             "samplesPerSecond": self.samples_per_second,
@@ -138,14 +138,16 @@ class StepMetrics:
         }
         for prefix, rewards in (("reward", self.rewards), ("validationReward", self.validation_rewards)):
             if rewards is not None:
-                measured |= {prefix + name.title(): value for name, value in rewards.items()}
-        return line | {name: value for name, number in measured.items() if (value := _short(number)) is not None}
+                measured |= {prefix + name.title(): value for name, value in rewards.iterate_figures()}
+        return line | {
+            name: value for name, number in measured.items() if (value := _round_to_float32(number)) is not None
+        }
 
-    def scalars(self) -> dict[str, float]:
+    def list_scalars(self) -> dict[str, float]:
         """Return the values for TensorBoard."""
         values = {
             "train/loss": self.loss,
-            "train/perplexity": self._perplexity(self.loss),
+            "train/perplexity": self._compute_perplexity(self.loss),
             "train/gradNorm": self.grad_norm,
             "train/parameterNorm": self.parameter_norm,
             "train/learningRate": self.learning_rate,
@@ -153,7 +155,7 @@ class StepMetrics:
             "train/spikes": self.stability.spikes,
             "train/spikeSteps": self.stability.spike_steps,
             "validation/loss": self.validation_loss,
-            "validation/perplexity": self._perplexity(self.validation_loss),
+            "validation/perplexity": self._compute_perplexity(self.validation_loss),
             "train/tokensPerSecond": self.tokens_per_second,
             "train/samplesPerSecond": self.samples_per_second,
             "train/mfu": self.utilisation,
@@ -163,25 +165,25 @@ class StepMetrics:
         }
         for prefix, rewards in (("rewards", self.rewards), ("validation/rewards", self.validation_rewards)):
             if rewards is not None:
-                values |= {f"{prefix}/{name}": value for name, value in rewards.items()}
+                values |= {f"{prefix}/{name}": value for name, value in rewards.iterate_figures()}
         return {name: float(value) for name, value in values.items() if value is not None}
 
-    def _perplexity(self, loss: float | None) -> float | None:
+    def _compute_perplexity(self, loss: float | None) -> float | None:
         """Return the perplexity of a loss that is the cross-entropy of tokens; None for one of pairs."""
-        return None if self.of_pairs else perplexity(loss)
+        return None if self.of_pairs else compute_perplexity(loss)
 
 
-def perplexity(loss: float | None) -> float | None:
+def compute_perplexity(loss: float | None) -> float | None:
     """Return exp(loss); None without a loss or if the result is not finite."""
     return None if loss is None or not loss < _LARGEST_EXPONENT else math.exp(loss)
 
 
-def _finite(value: float) -> float | None:
+def _drop_nonfinite(value: float) -> float | None:
     """Return None for values that are not finite, because JSON has no NaN."""
     return value if math.isfinite(value) else None
 
 
-def _short(value: float | None) -> float | None:
+def _round_to_float32(value: float | None) -> float | None:
     """Round to seven digits, the precision of float32, to keep lines short."""
     if isinstance(value, float):
         return float(f"{value:.7g}") if math.isfinite(value) else None

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.messages import AlertKind
-from trainium_trainer.monitor.efficiency import compute_utilisation, device_bytes, host_bytes
-from trainium_trainer.monitor.json_lines import first_line, newest_lines, read_fallback_lines
+from trainium_trainer.monitor.efficiency import compute_utilisation, read_device_bytes, read_host_bytes
+from trainium_trainer.monitor.json_lines import read_fallback_lines, read_first_line, read_newest_lines
 from trainium_trainer.monitor.stability import (
     LEVEL_STEPS,
     METRICS_FIELDS,
@@ -86,7 +86,7 @@ class MonitorAlert:
     message: str
 
 
-def stability_rules(config: MonitorConfig) -> StabilityRules:
+def create_stability_rules(config: MonitorConfig) -> StabilityRules:
     """Return the bounds of the detectors in a configuration."""
     return StabilityRules(
         window=config.spike_window,
@@ -103,9 +103,9 @@ def read_monitor_state(
 
     `fallback`: see `json_lines.LineWriter`, up to the step `last`.
     """
-    lines = newest_lines(root / METRICS_NAME, 2 * rules.kept_steps)  # skipped steps have no norm
+    lines = read_newest_lines(root / METRICS_NAME, 2 * rules.kept_steps)  # skipped steps have no norm
     lines += [json.loads(line) for line in read_fallback_lines(root / METRICS_NAME, fallback, last=last)]
-    first = first_line(root / METRICS_NAME)
+    first = read_first_line(root / METRICS_NAME)
     if not lines or first is None:
         return MonitorState()
     newest = lines[-1]
@@ -135,7 +135,7 @@ class StepMonitor:
     ) -> None:
         """Create the monitor; `flops_per_token`: see `efficiency`; `of_pairs`: see `StepMetrics`."""
         self._of_pairs = of_pairs
-        self._rules = stability_rules(config)
+        self._rules = create_stability_rules(config)
         self._stability = state.stability
         self._productive = state.productive_seconds
         self._began = state.began
@@ -172,8 +172,8 @@ class StepMonitor:
                 samples_per_second=samples_speed,
                 nodes=devices.nodes,
                 utilisation=compute_utilisation(speed, self._flops, devices=devices.count, peak=devices.peak),
-                host_bytes=host_bytes(),
-                device_bytes=device_bytes(devices.device),
+                host_bytes=read_host_bytes(),
+                device_bytes=read_device_bytes(devices.device),
                 resumed=self._resumed,
             )
             self._resumed = False

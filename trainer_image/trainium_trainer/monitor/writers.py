@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING
 from trainium_trainer.exits import StorageError
 from trainium_trainer.monitor.json_lines import (
     LineWriter,
-    newest_lines,
+    create_write_error,
     read_fallback_lines,
+    read_newest_lines,
     read_step,
     truncate_after,
-    unwritable_error,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
 
 
-def _crc_table() -> tuple[int, ...]:
+def _build_crc_table() -> tuple[int, ...]:
     table = []
     for byte in range(256):
         value = byte
@@ -53,10 +53,10 @@ def _crc_table() -> tuple[int, ...]:
     return tuple(table)
 
 
-_TABLE = _crc_table()
+_TABLE = _build_crc_table()
 
 
-def _masked_crc(data: bytes) -> int:
+def _compute_masked_crc(data: bytes) -> int:
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
@@ -64,7 +64,7 @@ def _masked_crc(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _varint(value: int) -> bytes:
+def _encode_varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -73,8 +73,8 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _bytes_field(number: int, data: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
+def _encode_bytes_field(number: int, data: bytes) -> bytes:
+    return _encode_varint(number << 3 | 2) + _encode_varint(len(data)) + data
 
 
 class ScalarWriter:
@@ -86,19 +86,19 @@ class ScalarWriter:
         now = time.time()
         name = f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("ab")
-        self._record(_encode_event(now) + _bytes_field(3, b"brain.Event:2"))
+        self._record(_encode_event(now) + _encode_bytes_field(3, b"brain.Event:2"))
         # SessionLog START (field 7, status 1) at the next step drops later events of older files, also if a run that
         # was killed before its first checkpoint starts again.
-        self._record(_encode_event(now, resume_step + 1) + _bytes_field(7, b"\x08\x01"))
+        self._record(_encode_event(now, resume_step + 1) + _encode_bytes_field(7, b"\x08\x01"))
         self._file.flush()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Append the values of one step."""
         values = b"".join(
-            _bytes_field(1, _bytes_field(1, tag.encode()) + b"\x15" + struct.pack("<f", value))
+            _encode_bytes_field(1, _encode_bytes_field(1, tag.encode()) + b"\x15" + struct.pack("<f", value))
             for tag, value in scalars.items()
         )
-        self._record(_encode_event(time.time(), step) + _bytes_field(5, values))
+        self._record(_encode_event(time.time(), step) + _encode_bytes_field(5, values))
         self._file.flush()
 
     def close(self) -> None:
@@ -108,12 +108,15 @@ class ScalarWriter:
     def _record(self, event: bytes) -> None:
         length = struct.pack("<Q", len(event))
         self._file.write(
-            length + struct.pack("<I", _masked_crc(length)) + event + struct.pack("<I", _masked_crc(event))
+            length
+            + struct.pack("<I", _compute_masked_crc(length))
+            + event
+            + struct.pack("<I", _compute_masked_crc(event))
         )
 
 
 def _encode_event(wall_time: float, step: int = 0) -> bytes:
-    return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step)
+    return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _encode_varint(step)
 
 
 METRICS_NAME = "metrics.jsonl"
@@ -121,16 +124,16 @@ TENSORBOARD_NAME = "tensorboard"
 _TENSORBOARD_PAUSE_SECONDS = 30.0
 
 
-def _unrecorded_metrics(path: Path, fallback: Path | None, last: int) -> list[bytes]:
+def _find_unrecorded_metrics(path: Path, fallback: Path | None, last: int) -> list[bytes]:
     """Return the lines on this node of steps after those in the file, which another node may have written since."""
     lines = read_fallback_lines(path, fallback, last=last)
     with contextlib.suppress(StorageError):
-        newest = newest_lines(path, 1) if lines else []
+        newest = read_newest_lines(path, 1) if lines else []
         return [line for line in lines if not newest or (read_step(line) or 0) > newest[-1]["step"]]
     return lines
 
 
-def _unrecorded_samples(root: Path, path: Path, fallback: Path | None, last: int) -> list[bytes]:
+def _find_unrecorded_samples(root: Path, path: Path, fallback: Path | None, last: int) -> list[bytes]:
     """Return the lines on this node without samples that were recorded while it was unreachable."""
     waiting = [json.loads(line) for line in read_fallback_lines(path, fallback, last=last)]
     recorded: dict[int, Counter[int]] = {line["step"]: Counter() for line in waiting}
@@ -169,11 +172,11 @@ class Recorder:
         self._metrics = self._samples = None
         if rank == 0:
             path = root / METRICS_NAME
-            earlier = _unrecorded_metrics(path, fallback, resume_step)
+            earlier = _find_unrecorded_metrics(path, fallback, resume_step)
             self._metrics = LineWriter(path, fallback=fallback, last=resume_step, earlier=earlier, notify=notify)
         if record_samples and dp_rank is not None:
             path = root / f"samples-{dp_rank}.jsonl"
-            earlier = _unrecorded_samples(root, path, fallback, resume_step)
+            earlier = _find_unrecorded_samples(root, path, fallback, resume_step)
             self._samples = LineWriter(path, fallback=fallback, last=resume_step, earlier=earlier, notify=notify)
         self._tensorboard_folder = root / TENSORBOARD_NAME if rank == 0 and tensorboard else None
         self._tensorboard: ScalarWriter | None = None
@@ -199,7 +202,7 @@ class Recorder:
         Raises StorageError.
         """
         waiting = [json.loads(line) for line in read_fallback_lines(root / METRICS_NAME, fallback, last=step)]
-        newest = waiting or newest_lines(root / METRICS_NAME, 1)
+        newest = waiting or read_newest_lines(root / METRICS_NAME, 1)
         return bool(newest) and newest[-1]["step"] == step - 1
 
     @staticmethod
@@ -234,7 +237,7 @@ class Recorder:
         nodes of all ranks (`read_fallback_samples`), by default those of this node.
         """
         # Two lines: the rank's own, and one of an earlier resume at the same step.
-        lines = [line for path in root.glob("samples-*.jsonl") for line in newest_lines(path, 2)]
+        lines = [line for path in root.glob("samples-*.jsonl") for line in read_newest_lines(path, 2)]
         recorded = Counter(sample for line in lines if line["step"] == step for sample in line["samples"])
         for samples_on_node in (
             Recorder.read_fallback_samples(step, fallback) if waiting is None else waiting
@@ -246,7 +249,7 @@ class Recorder:
             writer.write({"step": step, "samples": missing, "mended": True})
             writer.close()
 
-    def samples(self, step: int, samples: Sequence[int]) -> None:
+    def record_samples(self, step: int, samples: Sequence[int]) -> None:
         """Record the samples of this rank in `step`."""
         if self._samples is not None:
             self._samples.write({"step": step, "samples": list(samples)})
@@ -256,7 +259,7 @@ class Recorder:
         if self._metrics is None:
             return
         self._metrics.write(metrics.to_json())
-        self._write_tensorboard(metrics.step, metrics.scalars())
+        self._write_tensorboard(metrics.step, metrics.list_scalars())
 
     def _write_tensorboard(self, step: int, scalars: dict[str, float]) -> None:
         if self._tensorboard_folder is None:
@@ -271,7 +274,7 @@ class Recorder:
         except OSError as error:
             if not self._tensorboard_again_at:
                 self._notify(
-                    f"{unwritable_error(self._tensorboard_folder, error)}; training continues without its curves"
+                    f"{create_write_error(self._tensorboard_folder, error)}; training continues without its curves"
                 )
             # The file may contain a partial event, so the next attempt creates another file.
             self._tensorboard_again_at = time.monotonic() + _TENSORBOARD_PAUSE_SECONDS

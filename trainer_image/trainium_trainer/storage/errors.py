@@ -7,7 +7,7 @@ import errno
 from trainium_contract.worker_process.write_access import FORBIDDEN, FULL, explain_forbidden
 from trainium_trainer.exits import StorageError
 
-__all__ = ["DamagedFileError", "StorageError", "is_transient", "storage_error"]
+__all__ = ["DamagedFileError", "StorageError", "create_storage_error", "is_transient"]
 
 _NOT_A_FOLDER = frozenset({errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
 _LASTING = FORBIDDEN | _NOT_A_FOLDER | {errno.EFBIG, errno.ENOENT, errno.EISDIR, errno.ENODEV}
@@ -22,7 +22,7 @@ def is_transient(error: OSError) -> bool:
     return error.errno not in _LASTING
 
 
-def storage_error(error: OSError, where: str) -> StorageError:
+def create_storage_error(error: OSError, where: str) -> StorageError:
     """Return the error for an I/O error, with cause, location and remedy."""
     if error.errno in FULL:
         advice = "the store is full (or a file-size limit was hit): free space, raise the limit or lower keepLast"

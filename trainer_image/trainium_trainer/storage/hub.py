@@ -41,21 +41,21 @@ class Repository:
         return f"{self.field} {self.name}"
 
 
-def token() -> str | bool:
+def find_token() -> str | bool:
     """Return the token of this process; False for none, so that no login of this machine is used."""
     return os.environ.get(TOKEN) or False
 
 
-def endpoint() -> str | None:
+def find_endpoint() -> str | None:
     """Return the address of the hub; None for the library's default."""
     return os.environ.get("HF_ENDPOINT") or None
 
 
-def api() -> Any:
+def create_client() -> Any:
     """Return a client."""
     from huggingface_hub import HfApi  # noqa: PLC0415 - few runs ask the hub
 
-    return HfApi(endpoint=endpoint(), token=token())
+    return HfApi(endpoint=find_endpoint(), token=find_token())
 
 
 def call_hub(request: Callable[[], T], about: Repository) -> T:

@@ -158,7 +158,7 @@ class ObjectStorage:
             for start in range(0, len(names), _DELETES_AT_ONCE):
                 self._store.delete(names[start : start + _DELETES_AT_ONCE])
 
-    def parents(self) -> Iterator[ObjectStorage]:
+    def iterate_parents(self) -> Iterator[ObjectStorage]:
         """Yield the parent prefixes, the nearest first, the whole bucket last."""
         prefix = self._prefix
         while prefix:
@@ -177,19 +177,19 @@ def _translate_errors(name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise _error(name, str(error), errno.ENOENT) from None
+        raise _create_error(name, str(error), errno.ENOENT) from None
     except exceptions.AlreadyExistsError as error:
-        raise _error(name, str(error), errno.EEXIST) from None
+        raise _create_error(name, str(error), errno.EEXIST) from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise _error(name, str(error), errno.EACCES) from None
+        raise _create_error(name, str(error), errno.EACCES) from None
     except exceptions.BaseError as error:
         text = str(error)
         if "InvalidRange" in text:
             raise DamagedFileError(f"{name} ends too early") from None
-        raise _error(name, text, _number(text)) from None
+        raise _create_error(name, text, _choose_error_number(text)) from None
 
 
-def _number(text: str) -> int:
+def _choose_error_number(text: str) -> int:
     """Return the error number that best matches the package's error."""
     if "TimedOut" in text or "kind: Timeout" in text:
         return errno.ETIMEDOUT
@@ -197,16 +197,18 @@ def _number(text: str) -> int:
     return errno.EACCES if status is not None and status.group(1)[:3] in ("401", "403") else errno.EIO
 
 
-def _error(name: str, text: str, number: int) -> OSError:
+def _create_error(name: str, text: str, number: int) -> OSError:
     """Return the error to raise; OSError selects the subclass."""
     if "NoSuchBucket" in text:
         return OSError(errno.ENODEV, "the bucket does not exist", name)
     if number in (errno.ENOENT, errno.EEXIST):
         return OSError(number, os.strerror(number), name)
-    return OSError(number, "the store did not answer in time" if number == errno.ETIMEDOUT else _reason(text), name)
+    return OSError(
+        number, "the store did not answer in time" if number == errno.ETIMEDOUT else _format_reason(text), name
+    )
 
 
-def _reason(text: str) -> str:
+def _format_reason(text: str) -> str:
     """Return the store's error code and text, or the kind of failure; never the quoted request."""
     if match := _ANSWER.search(text):
         return ": ".join(part for part in match.groups() if part)

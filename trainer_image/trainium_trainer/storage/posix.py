@@ -108,7 +108,7 @@ class PosixStorage:
     def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:  # noqa: ARG002 - for other stores
         """Write a draft, flushing to the device from the first pieces on, and rename it over the file."""
         path = self._root / name
-        with _new_draft(path) as (draft, file):
+        with _open_draft(path) as (draft, file):
             sent = written = 0
             for piece in pieces:
                 _write_all(file, piece)
@@ -144,7 +144,7 @@ class PosixStorage:
             except OSError:  # not empty
                 break
 
-    def parents(self) -> Iterator[PosixStorage]:
+    def iterate_parents(self) -> Iterator[PosixStorage]:
         """Yield the parent folders of the root, the nearest first."""
         return (PosixStorage(parent) for parent in self._root.absolute().parents)
 
@@ -155,17 +155,17 @@ class PosixStorage:
                 path.unlink(missing_ok=True)
 
     def _draft(self, name: str, data: bytes) -> Path:
-        with _new_draft(self._root / name) as (draft, file):
+        with _open_draft(self._root / name) as (draft, file):
             _write_all(file, memoryview(data))
         return draft
 
 
 @contextlib.contextmanager
-def _new_draft(path: Path) -> Iterator[tuple[Path, FileIO]]:
+def _open_draft(path: Path) -> Iterator[tuple[Path, FileIO]]:
     """Yield a draft of a file, synchronized when the context ends; a failed draft is removed."""
     draft = path.with_name(f"{_DRAFT}{secrets.token_hex(_DRAFT_BYTES)}")
     try:
-        with _new_file(draft) as file:
+        with _create_file(draft) as file:
             yield draft, file
             os.fsync(file.fileno())
     except BaseException:
@@ -174,7 +174,7 @@ def _new_draft(path: Path) -> Iterator[tuple[Path, FileIO]]:
         raise
 
 
-def _new_file(path: Path) -> FileIO:
+def _create_file(path: Path) -> FileIO:
     """Create a file in a folder that is created as needed, even while another process removes it as empty."""
     for _ in range(_FOLDER_ATTEMPTS):
         path.parent.mkdir(parents=True, exist_ok=True)

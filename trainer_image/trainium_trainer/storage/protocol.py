@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from trainium_trainer.storage.errors import DamagedFileError, is_transient, storage_error
+from trainium_trainer.storage.errors import DamagedFileError, create_storage_error, is_transient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -85,7 +85,7 @@ class Storage(Protocol):
         """
         ...
 
-    def parents(self) -> Iterable[Storage]:
+    def iterate_parents(self) -> Iterable[Storage]:
         """Return the parent folders of the root, the nearest first."""
         ...
 
@@ -113,7 +113,10 @@ class Retry:
     """Return whether a retry may help."""
 
     def run(
-        self, action: Callable[[], T], where: str, explain: Callable[[OSError, str], TrainerError] = storage_error
+        self,
+        action: Callable[[], T],
+        where: str,
+        explain: Callable[[OSError, str], TrainerError] = create_storage_error,
     ) -> T:
         """Return the action's result. Raises what `explain` returns for the last error when all retries fail."""
         for delay in (*self.delays, None):

@@ -56,7 +56,7 @@ class Notes:
         with self._lock:
             self._save()
 
-    def last_step(self, tracker: str) -> int:
+    def find_last_step(self, tracker: str) -> int:
         """Return the newest step that was already sent."""
         return int(self._state.get("steps", {}).get(tracker, 0))
 
@@ -71,7 +71,7 @@ class Notes:
         with self._lock:
             self._artifacts = {**self._artifacts, f"{artifact['kind']} {artifact['step']}": artifact}
 
-    def text(self) -> str:
+    def format_text(self) -> str:
         """Return the description in Markdown."""
         starts = [f"- start {number}: {start}" for number, start in enumerate(self._starts, 1)][-_MAX_STARTS:]
         facts = [f"- {name}: `{value}`" for name, value in sorted(self._facts.items()) if isinstance(value, str)]
@@ -139,14 +139,14 @@ class Sender(threading.Thread):
     def _send_all(self) -> None:
         """Open the run in the tracker and follow the file until the end."""
         known = self._service.open(self._run, self._notes.run_id)
-        last = self._notes.last_step(self.name) if known is None else known
+        last = self._notes.find_last_step(self.name) if known is None else known
         if self._problem:
             _log.info("%s: sending again, from step %d", self.name, last + 1)
             self._problem = ""
         described, offset = "", 0
         while True:
             finishing = self._finish.is_set()
-            if described != (text := self._notes.text()):
+            if described != (text := self._notes.format_text()):
                 self._service.describe(text)
                 described = text
             offset, steps = _read_steps(Path(self._run.metrics), offset, last)

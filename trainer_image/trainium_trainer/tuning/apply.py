@@ -59,7 +59,7 @@ def _find(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-def initial_adapter(name: str, size: torch.Size, seed: int) -> Tensor:
+def draw_initial_adapter(name: str, size: torch.Size, seed: int) -> Tensor:
     """Return the initial values of an adapter's whole matrix: A as in peft, uniform within 1/sqrt(width), B zero.
 
     As for other weights, each matrix has a separate generator, so that a rank draws only those that it needs.

@@ -54,25 +54,25 @@ def select_trainable(shape: ModelShape, tuning: TuningConfig) -> TrainableParame
     weights: list[str] = []
     for pattern in tuning.trainable or ():
         matched = [
-            name for name in sizes if matches_module(parent_module(name), pattern) or matches_module(name, pattern)
+            name for name in sizes if matches_module(find_parent_module(name), pattern) or matches_module(name, pattern)
         ]
         if not matched:
-            modules = dict.fromkeys(map(parent_module, sizes))
-            raise _no_match_error("tuning.trainable", pattern, modules, "parameters")
+            modules = dict.fromkeys(map(find_parent_module, sizes))
+            raise _create_no_match_error("tuning.trainable", pattern, modules, "parameters")
         weights += matched
     chosen = {name: sizes[name] for name in sizes if name in set(weights)}
     if tuning.method is TuningMethod.FULL:
         return TrainableParameters((), frozenset(chosen), chosen)
-    adapters = lora_targets(shape, tuning.lora)
+    adapters = find_lora_targets(shape, tuning.lora)
     for module in adapters:
         outputs, width = sizes[f"{module}.weight"]
-        chosen |= adapter_sizes(module, width, outputs, tuning.lora)
+        chosen |= list_adapter_sizes(module, width, outputs, tuning.lora)
     return TrainableParameters(adapters, frozenset(weights), chosen)
 
 
-def lora_targets(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
+def find_lora_targets(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
     """Return the linear modules that get an adapter, in the order of the model. Raises UserError."""
-    sizes = projection_sizes(shape)
+    sizes = list_projection_sizes(shape)
     chosen: set[str] = set()
     for pattern in lora.targets:
         matched = [name for name in sizes if matches_module(name, pattern)]
@@ -82,7 +82,7 @@ def lora_targets(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
                 "(tied): an adapter cannot be merged into one of the two; leave it out"
             )
         if not matched:
-            raise _no_match_error("tuning.lora.targets", pattern, sizes, "linear layers")
+            raise _create_no_match_error("tuning.lora.targets", pattern, sizes, "linear layers")
         chosen.update(matched)
     for field, values in (("rankPattern", lora.rank_pattern), ("alphaPattern", lora.alpha_pattern)):
         _check_patterns(f"tuning.lora.{field}", values, [name for name in sizes if name in chosen])
@@ -99,7 +99,7 @@ def _check_patterns(field: str, values: Mapping[str, float], targets: Sequence[s
     """Raise UserError if a pattern matches no target, or two match one with different values."""
     for pattern in values:
         if not any(matches_module(name, pattern) for name in targets):
-            raise _no_match_error(field, pattern, targets, "targets")
+            raise _create_no_match_error(field, pattern, targets, "targets")
     for name in targets:
         matches = {pattern: value for pattern, value in values.items() if matches_module(name, pattern)}
         if len(set(matches.values())) > 1:
@@ -109,17 +109,17 @@ def _check_patterns(field: str, values: Mapping[str, float], targets: Sequence[s
             )
 
 
-def projection_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def list_projection_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return the sizes of the weights of all linear layers, which can have an adapter, by module in order."""
-    return {parent_module(name): item.size for name, item in list_parameters(shape).items() if item.is_projection}
+    return {find_parent_module(name): item.size for name, item in list_parameters(shape).items() if item.is_projection}
 
 
-def parent_module(name: str) -> str:
+def find_parent_module(name: str) -> str:
     """Return the name of the module that owns a parameter."""
     return name.rpartition(".")[0]
 
 
-def adapter_sizes(module: str, width: int, outputs: int, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+def list_adapter_sizes(module: str, width: int, outputs: int, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
     """Return the names and sizes of the parameters of one adapter."""
     rank = lora.rank_of(module)
     sizes: dict[str, tuple[int, ...]] = {
@@ -134,9 +134,9 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{LORA_A}.weight", f".{LORA_B}.weight", f".{MAGNITUDE}.weight"))
 
 
-def adapted_module(name: str) -> str:
+def find_adapted_module(name: str) -> str:
     """Return the target module of an adapter's parameter."""
-    return parent_module(parent_module(name))
+    return find_parent_module(find_parent_module(name))
 
 
 def is_reference_in_model(tuning: TuningConfig) -> bool:
@@ -161,7 +161,7 @@ def refuse_untrained_rows(trainable: TrainableParameters, shape: ModelShape, loc
         )
 
 
-def _no_match_error(field: str, pattern: str, names: Iterable[str], what: str) -> UserError:
+def _create_no_match_error(field: str, pattern: str, names: Iterable[str], what: str) -> UserError:
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     near = difflib.get_close_matches(pattern, [*leaves, *names], n=3, cutoff=0.5) or leaves[:_MAX_SUGGESTIONS]
     return UserError(f"{field} has {pattern!r}, which matches none of the model's {what}: use {', '.join(near)}")

@@ -30,17 +30,17 @@ from trainium_trainer.tuning.trainable import (
     LORA_A,
     LORA_B,
     MAGNITUDE,
-    adapted_module,
+    find_adapted_module,
+    find_lora_targets,
+    find_parent_module,
     is_adapter,
-    lora_targets,
-    parent_module,
-    projection_sizes,
+    list_projection_sizes,
     select_trainable,
 )
 from trainium_trainer.validation_errors import validate
-from trainium_trainer.weights.folder import explain_fused, listed, read_document, read_tensors, without_wrappers
+from trainium_trainer.weights.folder import explain_fused, list_some, read_document, read_tensors, strip_wrappers
 from trainium_trainer.weights.source import open_source
-from trainium_trainer.weights.tensors import TORCH_TYPES, are_equal, fill_box, mean_row
+from trainium_trainer.weights.tensors import TORCH_TYPES, are_equal, compute_mean_row, fill_box
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +67,7 @@ _NO_EFFECT = frozenset(
     | {"loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"}
 )
 """The fields of peft's LoraConfig that do not affect what a plain adapter computes."""
-_HEAD_B = f"{parent_module(HEAD)}.{LORA_B}.weight"
+_HEAD_B = f"{find_parent_module(HEAD)}.{LORA_B}.weight"
 _ROWS_OF_TOKENS = (EMBEDDING, HEAD, _HEAD_B)
 """The parameters with a row for each token."""
 
@@ -100,13 +100,13 @@ class _AdapterConfig(BaseModel):
     alora_invocation_tokens: list[int] | None = None
     ensure_weight_tying: bool = False
 
-    def rank_of(self, module: str) -> int:
+    def find_rank(self, module: str) -> int:
         """Return the rank of a module's adapter."""
-        return _by_pattern(self.rank_pattern or {}, module, self.r)
+        return _match_pattern(self.rank_pattern or {}, module, self.r)
 
-    def alpha_of(self, module: str) -> float:
+    def find_alpha(self, module: str) -> float:
         """Return the alpha of a module's adapter."""
-        return _by_pattern(self.alpha_pattern or {}, module, self.lora_alpha)
+        return _match_pattern(self.alpha_pattern or {}, module, self.lora_alpha)
 
     def targets(self, module: str) -> bool:
         """Return whether the adapter targets a linear module, by peft's rules."""
@@ -128,7 +128,7 @@ class _AdapterConfig(BaseModel):
 _Value = TypeVar("_Value", int, float)
 
 
-def _by_pattern(values: Mapping[str, _Value], module: str, otherwise: _Value) -> _Value:
+def _match_pattern(values: Mapping[str, _Value], module: str, otherwise: _Value) -> _Value:
     """Return the value of the first of peft's patterns, regular expressions, that matches a module."""
     return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
 
@@ -172,7 +172,7 @@ class AdapterWeights:
         UserError for an unsupported adapter and StorageError if the store fails.
         """
         source = open_source(location, field)
-        sizes = source.sizes()
+        sizes = source.list_sizes()
         _refuse_missing(source.where, sizes)
         config = validate(_AdapterConfig, read_document(source, CONFIG_NAME), f"{source.where}: {CONFIG_NAME}: ")
         _refuse_other_kinds(source.where, config)
@@ -187,8 +187,8 @@ class AdapterWeights:
     def lora(self) -> LoraConfig:
         """The settings of a run that trains such an adapter."""
         config = self._config
-        ranks = {name: config.rank_of(name) for name in self.targets}
-        alphas = {name: config.alpha_of(name) for name in self.targets}
+        ranks = {name: config.find_rank(name) for name in self.targets}
+        alphas = {name: config.find_alpha(name) for name in self.targets}
         return LoraConfig(
             rank=config.r,
             alpha=config.lora_alpha,
@@ -211,7 +211,7 @@ class AdapterWeights:
             sha.update(self.read(name).reshape(-1).view(torch.uint8).numpy().data)
         return sha.hexdigest()
 
-    def shape_beside(self, base: ModelShape) -> ModelShape:
+    def compute_shape(self, base: ModelShape) -> ModelShape:
         """Return the shape of a base with the adapter, as peft loads it.
 
         The vocabulary is that of the adapter's embedding or output projection. The two are no longer tied if only one
@@ -226,9 +226,9 @@ class AdapterWeights:
         return self.has(HEAD) and not self._is_equal(HEAD, self, EMBEDDING)
 
     def _is_equal(self, name: str, other: AdapterWeights | BaseWeights, other_name: str) -> bool:
-        size = self.size(name)
+        size = self.find_size(name)
         fills = functools.partial(self.fill, name), functools.partial(other.fill, other_name)
-        return other.size(other_name) == size and are_equal(tuple(size), *fills)
+        return other.find_size(other_name) == size and are_equal(tuple(size), *fills)
 
     @property
     def _vocabulary(self) -> int | None:
@@ -239,13 +239,13 @@ class AdapterWeights:
         """Return whether the adapter has values of a parameter."""
         return name in self._tensors
 
-    def size(self, name: str) -> torch.Size:
+    def find_size(self, name: str) -> torch.Size:
         """Return the size of a parameter. Raises KeyError for an unknown name."""
         return torch.Size(self._tensors[name].shape)
 
     def read(self, name: str) -> Tensor:
         """Read a whole parameter in the file's type. Raises KeyError for an unknown name; else as `fill`."""
-        target = torch.empty(self.size(name), dtype=TORCH_TYPES[self._tensors[name].dtype])
+        target = torch.empty(self.find_size(name), dtype=TORCH_TYPES[self._tensors[name].dtype])
         self.fill(name, (0,) * target.dim(), target)
         return target
 
@@ -258,14 +258,14 @@ class AdapterWeights:
         stored = self._tensors[name]
 
         def row_beyond() -> Tensor:
-            return torch.zeros(stored.shape[1]) if is_adapter(name) else mean_row(self.source, stored)
+            return torch.zeros(stored.shape[1]) if is_adapter(name) else compute_mean_row(self.source, stored)
 
         fill_box(self.source, name, stored, offsets, target, row_beyond if name in _ROWS_OF_TOKENS else None)
 
     def check(self, tuning: TuningConfig, shape: ModelShape, base: BaseWeights | None = None) -> None:
         """Raise UserError unless a run with this tuning, model and base can start from the adapter.
 
-        The shape is that of `shape_beside`; it may have more tokens.
+        The shape is that of `compute_shape`; it may have more tokens.
         """
         where, lora = self.source.where, tuning.lora
         self.check_base(shape, base)
@@ -278,15 +278,15 @@ class AdapterWeights:
                     f"{where}: was made with {setting} {stored}, but tuning.lora.{setting} is {ours}: set it to "
                     f"{stored}"
                 )
-        wanted = set(lora_targets(shape, lora))
+        wanted = set(find_lora_targets(shape, lora))
         for names, template in (
             (wanted - set(self.targets), "tuning.lora.targets names {}, beside which the adapter has nothing"),
             (set(self.targets) - wanted, "the adapter stands beside {}, which tuning.lora.targets does not name"),
         ):
             if names:
                 raise UserError(
-                    f"{where}: {template.format(listed(sorted(names)))}: set tuning.lora.targets to what it was made "
-                    f"with ({', '.join(self.target_names)})"
+                    f"{where}: {template.format(list_some(sorted(names)))}: set tuning.lora.targets to what it was "
+                    f"made with ({', '.join(self.target_names)})"
                 )
         for name in self.targets:
             self._check_numbers(name, lora)
@@ -295,9 +295,9 @@ class AdapterWeights:
         left = [name for name in left if base is None or not self._is_equal(name, base, name)]
         if left:
             raise UserError(
-                f"{where}: holds other values of {listed(left)} than the base, which would not be used: add "
-                f"{', '.join(dict.fromkeys(map(parent_module, left)))} to tuning.trainable to train them on, or merge "
-                "it into its base (trainium-trainer merge) and begin with the merged model and a new adapter"
+                f"{where}: holds other values of {list_some(left)} than the base, which would not be used: add "
+                f"{', '.join(dict.fromkeys(map(find_parent_module, left)))} to tuning.trainable to train them on, or "
+                "merge it into its base (trainium-trainer merge) and begin with the merged model and a new adapter"
             )
 
     def _check_numbers(self, target: str, lora: LoraConfig) -> None:
@@ -305,8 +305,8 @@ class AdapterWeights:
         config = self._config
         ranks, alphas = bool(lora.rank_pattern or config.rank_pattern), bool(lora.alpha_pattern or config.alpha_pattern)
         numbers: tuple[tuple[str, float, float, bool], ...] = (
-            ("rank", lora.rank_of(target), config.rank_of(target), ranks),
-            ("alpha", lora.alpha_of(target), config.alpha_of(target), alphas),
+            ("rank", lora.rank_of(target), config.find_rank(target), ranks),
+            ("alpha", lora.alpha_of(target), config.find_alpha(target), alphas),
         )
         for setting, ours, stored, differs_by_target in numbers:
             if ours == stored:
@@ -322,28 +322,28 @@ class AdapterWeights:
     def check_base(self, shape: ModelShape, base: BaseWeights | None = None) -> None:
         """Raise UserError if the adapter is for another base: by the digest if both are known, else by the sizes.
 
-        The shape is that of `shape_beside`; it may have more tokens.
+        The shape is that of `compute_shape`; it may have more tokens.
         """
         where, sizes = self.source.where, parameter_sizes(shape)
         if base is not None and self.base_digest and base.digest != self.base_digest:
-            raise UserError(f"{where}: was trained on another base than this one: {self._base_advice(base)}")
+            raise UserError(f"{where}: was trained on another base than this one: {self._explain_base(base)}")
         known = shape.vocab_size - shape.vocab_padding if base is None else base.shape.vocab_size
         for name in self.names:
             if name == HEAD and shape.tie_embeddings:
                 continue  # a copy of the embedding
-            module = adapted_module(name) if is_adapter(name) else parent_module(name)
+            module = find_adapted_module(name) if is_adapter(name) else find_parent_module(name)
             owner = f"{module}.weight" if is_adapter(name) else name
             size, stored = sizes.get(owner), self._tensors[name].shape
             if size is None:
                 fused = explain_fused([name])
-                advice = f"{fused}: {_SEPARATE}" if fused else self._base_advice(base)
+                advice = f"{fused}: {_SEPARATE}" if fused else self._explain_base(base)
                 raise UserError(f"{where}: has {name}, for which this base has no place: {advice}")
             if name in _ROWS_OF_TOKENS:
                 size = (self._vocabulary or known, *size[1:])
             if name.endswith(f"{LORA_A}.weight"):
-                expected: tuple[int, ...] = (self._config.rank_of(module), size[1])
+                expected: tuple[int, ...] = (self._config.find_rank(module), size[1])
             elif name.endswith(f"{LORA_B}.weight"):
-                expected = (size[0], self._config.rank_of(module))
+                expected = (size[0], self._config.find_rank(module))
             elif is_adapter(name):
                 expected = size[:1]
             else:
@@ -351,11 +351,11 @@ class AdapterWeights:
             if stored != expected:
                 raise UserError(
                     f"{where}: {name} has the size {list(stored)}, but beside this base it would be {list(expected)}: "
-                    f"{self._base_advice(base)}"
+                    f"{self._explain_base(base)}"
                 )
         self._check_complete(shape)
 
-    def _base_advice(self, base: BaseWeights | None) -> str:
+    def _explain_base(self, base: BaseWeights | None) -> str:
         named = self._config.base_model_name_or_path
         if named and base is not None and named.rstrip("/") == base.location.rstrip("/"):
             return (
@@ -367,14 +367,15 @@ class AdapterWeights:
     def _check_complete(self, shape: ModelShape) -> None:
         """Raise UserError if the file lacks parts of this model that its configuration names."""
         modules = [name.removesuffix(".weight") for name in parameter_sizes(shape) if name.endswith(".weight")]
-        targets = [name for name in projection_sizes(shape) if self._config.targets(name)]
+        targets = [name for name in list_projection_sizes(shape) if self._config.targets(name)]
         missing = [name for name in targets if name not in self.targets]
         whole = tuple(self._config.modules_to_save or ())  # peft compares the ends of the names, without a dot
         missing += [name for name in modules if name.endswith(whole) and not self.has(f"{name}.weight")]
         if missing:
             raise UserError(
-                f"{self.source.where}: {CONFIG_NAME} names {listed(missing)}, of which {TENSORS_NAME} holds nothing: "
-                "copy or fetch the folder again, or name in target_modules and modules_to_save only what it holds"
+                f"{self.source.where}: {CONFIG_NAME} names {list_some(missing)}, of which {TENSORS_NAME} holds "
+                "nothing: copy or fetch the folder again, or name in target_modules and modules_to_save only what it "
+                "holds"
             )
 
 
@@ -429,14 +430,14 @@ def _refuse_other_kinds(where: str, config: _AdapterConfig) -> None:
     ):
         if wrong:
             raise UserError(f"{where}: {reason}: {advice}")
-    if unknown := _changed_fields(config.model_extra or {}):
+    if unknown := _find_changed_fields(config.model_extra or {}):
         raise UserError(
-            f"{where}: {CONFIG_NAME} sets {listed(unknown)}, which plain LoRA does not have: {_MERGE_WITH_PEFT}, or "
+            f"{where}: {CONFIG_NAME} sets {list_some(unknown)}, which plain LoRA does not have: {_MERGE_WITH_PEFT}, or "
             "train a plain LoRA adapter"
         )
 
 
-def _changed_fields(extra: Mapping[str, Any]) -> list[str]:
+def _find_changed_fields(extra: Mapping[str, Any]) -> list[str]:
     """Return the unsupported fields that differ from peft's defaults."""
     given = [name for name, value in extra.items() if name not in _NO_EFFECT and value not in (None, False, {}, [], "")]
     if not given:
@@ -454,7 +455,7 @@ def to_tensor(name: str) -> str:
 
 def from_tensor(tensor: str) -> str:
     """Return the parameter of one of peft's tensors."""
-    name = without_wrappers(tensor).removeprefix(PREFIX)
+    name = strip_wrappers(tensor).removeprefix(PREFIX)
     name = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
     return f"{name}.weight" if name.endswith(f".{MAGNITUDE}") else name
 
@@ -465,9 +466,9 @@ def _check_names(where: str, tensors: dict[str, FileTensor], config: _AdapterCon
         raise UserError(f"{where}: {TENSORS_NAME} holds nothing: copy or fetch the file again")
     # peft also stores the values before the training of modules to save, if the vocabulary changed.
     tensors = {name: stored for name, stored in tensors.items() if ".original_module." not in name}
-    if foreign := [name for name in tensors if not without_wrappers(name).startswith(PREFIX)]:
+    if foreign := [name for name in tensors if not strip_wrappers(name).startswith(PREFIX)]:
         raise UserError(
-            f"{where}: {TENSORS_NAME} holds {listed(foreign)}, but peft's names begin with {PREFIX}: convert the "
+            f"{where}: {TENSORS_NAME} holds {list_some(foreign)}, but peft's names begin with {PREFIX}: convert the "
             "adapter to peft's format with the program that made it"
         )
     names = {name: from_tensor(name) for name in tensors}
@@ -478,7 +479,7 @@ def _check_names(where: str, tensors: dict[str, FileTensor], config: _AdapterCon
         if not is_adapter(name) and (not name.endswith((".weight", ".bias")) or "lora_" in name)
     ]:
         raise UserError(
-            f"{where}: {TENSORS_NAME} holds {listed(strange)}, which is no part of a plain LoRA adapter of linear "
+            f"{where}: {TENSORS_NAME} holds {list_some(strange)}, which is no part of a plain LoRA adapter of linear "
             f"layers: {_MERGE_WITH_PEFT}, or train a plain LoRA adapter of linear layers"
         )
     by_name = {names[name]: stored for name, stored in tensors.items()}
@@ -490,7 +491,7 @@ def _check_names(where: str, tensors: dict[str, FileTensor], config: _AdapterCon
             )
         if not is_adapter(name):
             continue
-        module = adapted_module(name)
+        module = find_adapted_module(name)
         parts = [f"{module}.{LORA_A}.weight", f"{module}.{LORA_B}.weight"]
         if config.use_dora:
             parts.append(f"{module}.{MAGNITUDE}.weight")
@@ -500,7 +501,7 @@ def _check_names(where: str, tensors: dict[str, FileTensor], config: _AdapterCon
             raise UserError(f"{where}: holds {name}, but {CONFIG_NAME} has no use_dora: set it to true there")
         if name.endswith(f".{MAGNITUDE}.weight"):
             continue
-        rank, width = config.rank_of(module), 0
+        rank, width = config.find_rank(module), 0
         if len(stored.shape) == 2:
             width = stored.shape[0 if name.endswith(f".{LORA_A}.weight") else 1]
         if width != rank:

@@ -22,9 +22,9 @@ import torch
 
 from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_trainer.exits import UserError
-from trainium_trainer.tuning.trainable import parent_module
-from trainium_trainer.weights.folder import SETTING, ModelFolder, explain_fused, listed
-from trainium_trainer.weights.tensors import TORCH_TYPES, fill_box, mean_row
+from trainium_trainer.tuning.trainable import find_parent_module
+from trainium_trainer.weights.folder import SETTING, ModelFolder, explain_fused, list_some
+from trainium_trainer.weights.tensors import TORCH_TYPES, compute_mean_row, fill_box
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,15 +82,15 @@ class BaseWeights:
     @property
     def versions(self) -> list[tuple[str, int, float]]:
         """Return name, size and time of the last change of the files with the weights."""
-        return self.source.versions({stored.file for stored in self._tensors.values()})
+        return self.source.list_versions({stored.file for stored in self._tensors.values()})
 
-    def size(self, name: str) -> torch.Size:
+    def find_size(self, name: str) -> torch.Size:
         """Return the size of a parameter in the file. Raises KeyError for an unknown name."""
-        return torch.Size(self._stored(name).shape)
+        return torch.Size(self._find_stored(name).shape)
 
-    def dtype(self, name: str) -> torch.dtype:
+    def find_dtype(self, name: str) -> torch.dtype:
         """Return the number format of a parameter in the file. Raises KeyError for an unknown name."""
-        return TORCH_TYPES[self._stored(name).dtype]
+        return TORCH_TYPES[self._find_stored(name).dtype]
 
     def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
         """Copy the box of a parameter that begins at `offsets` and has the target's size into `target`.
@@ -99,25 +99,25 @@ class BaseWeights:
         for a box outside the parameter, UserError if the file was truncated in the meantime, StorageError if the store
         fails.
         """
-        row_beyond = functools.partial(self._mean, name) if name in (EMBEDDING, HEAD) else None
-        fill_box(self.source, name, self._stored(name), offsets, target, row_beyond)
+        row_beyond = functools.partial(self._compute_mean, name) if name in (EMBEDDING, HEAD) else None
+        fill_box(self.source, name, self._find_stored(name), offsets, target, row_beyond)
 
-    def row_norms(self, name: str, first: int, count: int) -> Tensor:
+    def compute_row_norms(self, name: str, first: int, count: int) -> Tensor:
         """Return the Euclidean norms of rows of a matrix, [count] float32. Raises as `fill`."""
-        lengths, width = torch.empty(count), self.size(name)[1]
+        lengths, width = torch.empty(count), self.find_size(name)[1]
         for start in range(0, count, _ROWS_AT_ONCE):
             rows = torch.empty(min(_ROWS_AT_ONCE, count - start), width)
             self.fill(name, (first + start, 0), rows)
             lengths[start : start + len(rows)] = torch.linalg.vector_norm(rows, dim=1)
         return lengths
 
-    def _stored(self, name: str) -> FileTensor:
+    def _find_stored(self, name: str) -> FileTensor:
         # Files of a model with tied embeddings hold one of the two weights, or both.
         return self._tensors[EMBEDDING if name == HEAD and self.shape.tie_embeddings else name]
 
-    def _mean(self, name: str) -> Tensor:
+    def _compute_mean(self, name: str) -> Tensor:
         if name not in self._means:
-            self._means[name] = mean_row(self.source, self._stored(name))
+            self._means[name] = compute_mean_row(self.source, self._find_stored(name))
         return self._means[name]
 
     def _probe(self, stored: FileTensor) -> bytes:
@@ -139,18 +139,18 @@ def _refuse_misfits(folder: ModelFolder) -> None:
             advice = f"{fused}: save the model with separate projections"
         elif missing == [HEAD]:
             advice = "save the model with it, as AutoModelForCausalLM does, or set tie_word_embeddings in config.json"
-        raise UserError(f"{where}: the files lack {listed(missing)}: {advice}")
+        raise UserError(f"{where}: the files lack {list_some(missing)}: {advice}")
     known = sizes.keys() | {HEAD}
     strange = [name for name in tensors if name not in known and not name.endswith(_BUFFERS)]
-    modules, layers = {parent_module(name) for name in sizes}, range(folder.shape.num_layers)
+    modules, layers = {find_parent_module(name) for name in sizes}, range(folder.shape.num_layers)
     owners = tuple(f"model.layers.{number}." for number in layers)
-    if wrong := [name for name in strange if name.startswith(owners) or parent_module(name) in modules]:
+    if wrong := [name for name in strange if name.startswith(owners) or find_parent_module(name) in modules]:
         raise UserError(
-            f"{where}: the files hold {listed(wrong)}, for which a model as config.json describes it has no place: "
+            f"{where}: the files hold {list_some(wrong)}, for which a model as config.json describes it has no place: "
             "use the folder as transformers saved it"
         )
     if strange:
-        _log.warning("%s: no part of the model that config.json describes, so left out: %s", where, listed(strange))
+        _log.warning("%s: no part of the model that config.json describes, so left out: %s", where, list_some(strange))
     for name in [*sizes, *({HEAD} & tensors.keys() - sizes.keys())]:
         expected = sizes.get(name, sizes[EMBEDDING])
         stored = tensors[name]

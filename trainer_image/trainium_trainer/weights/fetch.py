@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trainium_contract.worker_process.write_access import FORBIDDEN, explain_forbidden
 from trainium_trainer.data.tokens.tokenizer import OTHER_FORMATS, TOKENIZER_FILE, explain_conversion
 from trainium_trainer.exits import StorageError, UserError
-from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
-from trainium_trainer.storage.hub import Repository, api, call_hub, endpoint, token
-from trainium_trainer.weights.folder import INDEX_NAME, WHOLE_NAME, ModelFolder, listed, weight_map
+from trainium_trainer.models.huggingface import CONFIG_NAME, parse_shape
+from trainium_trainer.storage.hub import Repository, call_hub, create_client, find_endpoint, find_token
+from trainium_trainer.weights.folder import INDEX_NAME, WHOLE_NAME, ModelFolder, list_some, read_weight_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for this command
 
     about = Repository("fetch-model", name, revision=revision)
-    info = _ask_hub(lambda: api().model_info(name, revision=revision), about)
+    info = _ask_hub(lambda: create_client().model_info(name, revision=revision), about)
     present = [sibling.rfilename for sibling in info.siblings or ()]
     files = [file for file in present if file in _WANTED]
     weights = next((file for file in (WHOLE_NAME, INDEX_NAME) if file in present), None)
@@ -55,7 +55,12 @@ def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
     def get(names: list[str]) -> None:
         _ask_hub(
             lambda: snapshot_download(
-                name, revision=info.sha, local_dir=output, allow_patterns=names, token=token(), endpoint=endpoint()
+                name,
+                revision=info.sha,
+                local_dir=output,
+                allow_patterns=names,
+                token=find_token(),
+                endpoint=find_endpoint(),
             ),
             about,
         )
@@ -70,14 +75,14 @@ def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
             raise UserError(f"fetch-model {name}: its {file} holds no fields: use another model")
         return document
 
-    shape_of_document(read_document(CONFIG_NAME), f"fetch-model {name}: {CONFIG_NAME}")
+    parse_shape(read_document(CONFIG_NAME), f"fetch-model {name}: {CONFIG_NAME}")
     assert weights is not None
     files.append(weights)
     if weights == INDEX_NAME:
-        shards = sorted(set(weight_map(read_document(INDEX_NAME), f"fetch-model {name}").values()))
+        shards = sorted(set(read_weight_map(read_document(INDEX_NAME), f"fetch-model {name}").values()))
         if missing := [file for file in shards if file not in present]:
             raise UserError(
-                f"fetch-model {name}: its {INDEX_NAME} names {listed(missing)}, not in the repository: use another "
+                f"fetch-model {name}: its {INDEX_NAME} names {list_some(missing)}, not in the repository: use another "
                 "revision"
             )
         files += shards
@@ -98,7 +103,7 @@ def _refuse_without_weights(name: str, present: list[str], weights: str | None) 
         raise UserError(f"fetch-model {name}: has no {CONFIG_NAME}: it is no model for transformers, use another one")
     if weights is None:
         stored = [file for file in present if file.endswith((".safetensors", ".bin", ".pt", ".pth"))]
-        holds = f", only {listed(stored)}" if stored else ""
+        holds = f", only {list_some(stored)}" if stored else ""
         raise UserError(
             f"fetch-model {name}: has neither {WHOLE_NAME} nor {INDEX_NAME}{holds}: use a revision that has one of "
             "them, or save the model again with transformers (safe_serialization=True)"

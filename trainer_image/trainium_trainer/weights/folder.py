@@ -15,10 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_trainer.exits import UnreadableError, UserError
-from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
+from trainium_trainer.models.huggingface import CONFIG_NAME, parse_shape
 from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.weights.source import open_source
-from trainium_trainer.weights.tensors import LENGTH_BYTES, TORCH_TYPES, are_equal, fill_box, header_length, parse_header
+from trainium_trainer.weights.tensors import (
+    LENGTH_BYTES,
+    TORCH_TYPES,
+    are_equal,
+    fill_box,
+    parse_header,
+    parse_header_length,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,7 +52,7 @@ def open_shape(location: str, *, field: str = SETTING) -> ModelShape:
     Raises UserError if there is no model that can be trained and StorageError if the store fails.
     """
     source = open_source(location, field)
-    shape = _shape(read_config(source, source.sizes()), source)
+    shape = _read_shape(read_config(source, source.list_sizes()), source)
     return ModelFolder.open(location, field=field).shape if shape.tie_embeddings else shape
 
 
@@ -66,12 +73,12 @@ class ModelFolder:
         Raises UserError or StorageError.
         """
         source = open_source(location, field)
-        sizes = source.sizes()
-        shape = _shape(read_config(source, sizes), source)
+        sizes = source.list_sizes()
+        shape = _read_shape(read_config(source, sizes), source)
         places = parameter_sizes(shape).keys() | {HEAD}
         tensors = {}
-        for name, stored in _all_tensors(source, sizes).items():
-            bare = without_wrappers(name)
+        for name, stored in _list_tensors(source, sizes).items():
+            bare = strip_wrappers(name)
             forms = (bare, f"{_BASE_PREFIX}{bare}", bare.removeprefix(_BASE_PREFIX))
             tensors[next((form for form in forms if form in places), bare)] = stored
         if shape.tie_embeddings and HEAD in tensors:
@@ -82,7 +89,7 @@ class ModelFolder:
         return ModelFolder(source, shape, tensors)
 
 
-def without_wrappers(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """Return the name of a tensor without what torch adds to the names of wrapped modules."""
     return _WRAPPERS.sub("", name)
 
@@ -130,7 +137,7 @@ def read_tensors(
         if size < LENGTH_BYTES:
             raise ValueError("ends within its first bytes")  # noqa: TRY301 - as those of the header
         with source.read_range(name, 0, LENGTH_BYTES) as head:
-            length = header_length(bytes(head), size)
+            length = parse_header_length(bytes(head), size)
         with source.read_range(name, LENGTH_BYTES, length) as text:
             return parse_header(bytes(text), name, size, metadata)
     except (ValueError, DamagedFileError) as error:
@@ -138,29 +145,29 @@ def read_tensors(
         raise UserError(f"{source.where}: {name} {reason}: copy or fetch the file again") from error
 
 
-def _shape(document: dict[str, Any], source: WeightsSource) -> ModelShape:
-    return shape_of_document(document, f"{source.where}: {CONFIG_NAME}")
+def _read_shape(document: dict[str, Any], source: WeightsSource) -> ModelShape:
+    return parse_shape(document, f"{source.where}: {CONFIG_NAME}")
 
 
-def _all_tensors(source: WeightsSource, sizes: dict[str, int]) -> dict[str, FileTensor]:
+def _list_tensors(source: WeightsSource, sizes: dict[str, int]) -> dict[str, FileTensor]:
     if WHOLE_NAME in sizes:
         return read_tensors(source, WHOLE_NAME, sizes[WHOLE_NAME])
     if INDEX_NAME not in sizes:
-        raise UserError(f"{source.where}: {_without_index(sizes)}")
-    file_of_tensor = weight_map(read_document(source, INDEX_NAME), source.where)
+        raise UserError(f"{source.where}: {_explain_missing_index(sizes)}")
+    file_of_tensor = read_weight_map(read_document(source, INDEX_NAME), source.where)
     files = sorted(set(file_of_tensor.values()))
     for folder in sorted({file.rpartition("/")[0] for file in files} - {""}):
-        sizes = sizes | {f"{folder}/{name}": size for name, size in source.sizes(folder).items()}
+        sizes = sizes | {f"{folder}/{name}": size for name, size in source.list_sizes(folder).items()}
     if missing := [file for file in files if file not in sizes]:
         raise UserError(
-            f"{source.where}: {INDEX_NAME} names {listed(missing)}, which {_is(missing)} not there: copy or fetch "
+            f"{source.where}: {INDEX_NAME} names {list_some(missing)}, which {_is(missing)} not there: copy or fetch "
             f"{_them(missing)}"
         )
     # As transformers, this reads what the files hold: the map may be older than a file that was written again.
     return {name: stored for file in files for name, stored in read_tensors(source, file, sizes[file]).items()}
 
 
-def weight_map(index: dict[str, Any], where: str) -> dict[str, str]:
+def read_weight_map(index: dict[str, Any], where: str) -> dict[str, str]:
     """Return the file of each tensor from the index. Raises UserError if the index has no such map."""
     file_of_tensor = index.get("weight_map")
     if not isinstance(file_of_tensor, dict) or not all(isinstance(file, str) for file in file_of_tensor.values()):
@@ -170,19 +177,19 @@ def weight_map(index: dict[str, Any], where: str) -> dict[str, str]:
     return file_of_tensor
 
 
-def _without_index(sizes: dict[str, int]) -> str:
+def _explain_missing_index(sizes: dict[str, int]) -> str:
     """Return the problem of a folder that has neither a single file nor an index."""
     parts = [name for name in sizes if name.endswith(".safetensors")]
     pickles = [name for name in sizes if name.endswith(_PICKLES)]
     if parts:
         return (
-            f"holds {listed(parts)} but neither {WHOLE_NAME} nor {INDEX_NAME}: copy or fetch the index that belongs to "
-            f"{_them(parts)}"
+            f"holds {list_some(parts)} but neither {WHOLE_NAME} nor {INDEX_NAME}: copy or fetch the index that belongs "
+            f"to {_them(parts)}"
         )
     if pickles:
         return (
-            f"holds its weights as pickles only ({listed(pickles)}), which can run code when they are read: where you "
-            "trust them, convert them once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW, "
+            f"holds its weights as pickles only ({list_some(pickles)}), which can run code when they are read: where "
+            "you trust them, convert them once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW, "
             "safe_serialization=True) of transformers, then name NEW"
         )
     return f"holds no weights: there is neither {WHOLE_NAME} nor {INDEX_NAME}: copy or fetch them"
@@ -199,7 +206,7 @@ def read_document(source: WeightsSource, name: str) -> dict[str, Any]:
     return document
 
 
-def listed(names: list[str]) -> str:
+def list_some(names: list[str]) -> str:
     """List a few of the names for a message."""
     more = len(names) - _MAX_NAMES
     return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

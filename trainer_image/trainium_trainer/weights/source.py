@@ -42,26 +42,28 @@ class WeightsSource:
         self._storage = storage
         self._remote = remote
 
-    def sizes(self, folder: str = "") -> dict[str, int]:
+    def list_sizes(self, folder: str = "") -> dict[str, int]:
         """Return the size of each file in the folder or one level below. Raises UserError for an empty prefix."""
-        sizes = {entry.name: entry.size for entry in self._files(folder)}
+        sizes = {entry.name: entry.size for entry in self._list_files(folder)}
         if self._remote and not sizes and not folder:
             raise UnreadableError(f"{self.where}: there is nothing below this prefix: correct it")
         return sizes
 
-    def versions(self, names: Collection[str]) -> list[tuple[str, int, float]]:
+    def list_versions(self, names: Collection[str]) -> list[tuple[str, int, float]]:
         """Return name, size and time of the last change of files; a changed file has another version."""
         folders = sorted({name.rpartition("/")[0] for name in names})
-        files = {f"{folder}/{entry.name}".lstrip("/"): entry for folder in folders for entry in self._files(folder)}
+        files = {
+            f"{folder}/{entry.name}".lstrip("/"): entry for folder in folders for entry in self._list_files(folder)
+        }
         return [(name, files[name].size, files[name].modified) for name in sorted(names) if name in files]
 
-    def _files(self, folder: str) -> list[Entry]:
-        entries = Retry().run(lambda: self._storage.list(folder), self.where, _unreadable_error)
+    def _list_files(self, folder: str) -> list[Entry]:
+        entries = Retry().run(lambda: self._storage.list(folder), self.where, _create_read_error)
         return [entry for entry in entries if not entry.is_folder]
 
     def read(self, name: str) -> bytes:
         """Read a small file."""
-        return Retry().run(lambda: self._storage.read(name), self.where, _unreadable_error)
+        return Retry().run(lambda: self._storage.read(name), self.where, _create_read_error)
 
     @contextmanager
     def read_range(self, name: str, start: int, length: int) -> Iterator[memoryview]:
@@ -71,7 +73,7 @@ class WeightsSource:
 
         def fetch(at: int) -> None:
             part = view[at : at + size]
-            Retry().run(lambda: self._storage.read_into(name, start + at, part), self.where, _unreadable_error)
+            Retry().run(lambda: self._storage.read_into(name, start + at, part), self.where, _create_read_error)
 
         if length <= size:
             fetch(0)
@@ -106,6 +108,6 @@ def _may_be_on_the_hub(location: str) -> bool:
     return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts) and "://" not in location
 
 
-def _unreadable_error(error: OSError, where: str) -> StorageError:
+def _create_read_error(error: OSError, where: str) -> StorageError:
     reason = error.strerror or error
     return StorageError(f"{where}: cannot be read ({reason}): look at the store and at its permissions")

@@ -46,7 +46,7 @@ class FileTensor:
     """The length in bytes."""
 
 
-def header_length(head: bytes, size: int) -> int:
+def parse_header_length(head: bytes, size: int) -> int:
     """Return the length of the JSON from the first LENGTH_BYTES. Raises ValueError if the file cannot be valid."""
     length = int.from_bytes(head, "little")
     if length > _LONGEST_HEADER:
@@ -66,7 +66,7 @@ def parse_header(text: bytes, file: str, size: int, metadata: dict[str, str] | N
         stored_metadata = entries.pop("__metadata__", {})
         if metadata is not None:
             metadata |= stored_metadata
-        tensors = {name: _stored(name, entry, file, LENGTH_BYTES + len(text)) for name, entry in entries.items()}
+        tensors = {name: _parse_entry(name, entry, file, LENGTH_BYTES + len(text)) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(error.args[0] if isinstance(error, _HeaderError) else "has an invalid header") from error
     end = max((tensor.start + tensor.length for tensor in tensors.values()), default=0)
@@ -79,7 +79,7 @@ class _HeaderError(ValueError):
     """A header that contradicts itself."""
 
 
-def _stored(name: str, entry: dict[str, Any], file: str, base: int) -> FileTensor:
+def _parse_entry(name: str, entry: dict[str, Any], file: str, base: int) -> FileTensor:
     dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
     if dtype not in TORCH_TYPES:
         # Only the reader of this tensor refuses its type, because the tensor may be for another program.
@@ -164,7 +164,7 @@ def are_equal(
     return True
 
 
-def mean_row(source: WeightsSource, stored: FileTensor) -> Tensor:
+def compute_mean_row(source: WeightsSource, stored: FileTensor) -> Tensor:
     """Return the mean of all rows of a matrix in float32, over fixed chunks and so equal on every rank."""
     total = torch.zeros(stored.shape[1], dtype=torch.float64)
     for _, chunk in iterate_rows(source, stored, 0, stored.shape[0]):

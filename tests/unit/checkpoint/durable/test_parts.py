@@ -41,7 +41,7 @@ class LoadableState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state.keys() == self.tensors.keys()
 
-    def local_tensors(self) -> dict[str, torch.Tensor]:
+    def list_local_tensors(self) -> dict[str, torch.Tensor]:
         return {name: to_local(value) for name, value in self.tensors.items()}
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainium_trainer.checkpoint.collectives import reduce_on_root, without_gc
+from trainium_trainer.checkpoint.collectives import disable_gc, reduce_on_root
 from trainium_trainer.checkpoint.format.live_state import copy_all, flatten
-from trainium_trainer.checkpoint.inspect import _age
+from trainium_trainer.checkpoint.inspect import _format_age
 from trainium_trainer.checkpoint.sharding import (
     Axis,
     Box,
@@ -16,7 +16,7 @@ from trainium_trainer.checkpoint.sharding import (
     Cut,
     Grid,
     TensorMetadata,
-    overlapping_boxes,
+    find_overlapping_boxes,
 )
 
 
@@ -36,7 +36,7 @@ def test_garbage_collection_is_as_before_afterwards(is_enabled: bool) -> None:
     if not is_enabled:
         gc.disable()
     try:
-        with without_gc():
+        with disable_gc():
             assert not gc.isenabled()
         assert gc.isenabled() == is_enabled
     finally:
@@ -67,12 +67,12 @@ def test_a_layout_with_types_or_stages_that_do_not_exist_is_refused(changes: dic
 def test_an_empty_box_overlaps_nothing() -> None:
     cut = Cut(0, Axis.DATA)
     grid = Grid(data=2)
-    assert list(overlapping_boxes((4,), (cut,), grid, Box((2,), (0,)))) == []
-    assert [overlap.box for overlap in overlapping_boxes((4,), (cut,), grid, Box((1,), (2,)))] == [
+    assert list(find_overlapping_boxes((4,), (cut,), grid, Box((2,), (0,)))) == []
+    assert [overlap.box for overlap in find_overlapping_boxes((4,), (cut,), grid, Box((1,), (2,)))] == [
         Box((0,), (2,)),
         Box((2,), (2,)),
     ]
-    assert list(cut.numbers(2, 2, 4, 2)) == []
+    assert list(cut.list_window_numbers(2, 2, 4, 2)) == []
 
 
 @pytest.mark.parametrize(
@@ -80,4 +80,4 @@ def test_an_empty_box_overlaps_nothing() -> None:
     [(-5.0, "0 s"), (59.4, "59 s"), (60.0, "1.0 m"), (5400.0, "1.5 h"), (3 * 86400.0, "3.0 d")],
 )
 def test_an_age_is_shown_in_its_largest_unit(seconds: float, shown: str) -> None:
-    assert _age(seconds) == shown
+    assert _format_age(seconds) == shown

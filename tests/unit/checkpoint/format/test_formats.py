@@ -67,7 +67,7 @@ def test_a_reader_of_one_box_reads_the_tables_and_files_that_have_it_and_no_othe
     tables = [file.name for file in checkpoint.manifest.files if file.name.startswith("blocks-")]
     assert len(tables) >= 3
     storage = NameRecordingStorage(tmp_path)
-    reader = CheckpointReader(storage, checkpoint.for_readers(), RETRY)
+    reader = CheckpointReader(storage, checkpoint.drop_shards(), RETRY)
     target = torch.empty(3, 3)
     reader.fill(reader.plan_read("wide", (2000, 0), target))
     assert torch.equal(target, whole["wide"][2000:2003])

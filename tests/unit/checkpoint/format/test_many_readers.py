@@ -62,7 +62,7 @@ def test_a_store_that_fails_under_many_readers_lets_each_of_them_load_the_right_
 ) -> None:
     (checkpoint,) = survey(ObjectStorage("s3://bucket/run", LIMITS)).committed
     server.inject_fault(fault)
-    assert load_in_all_readers(checkpoint.for_readers(), LIMITS) == [[]] * READERS
+    assert load_in_all_readers(checkpoint.drop_shards(), LIMITS) == [[]] * READERS
     assert fault.times <= 0, "the fault was injected less often than planned"
 
 
@@ -72,6 +72,6 @@ def test_a_store_that_stays_busy_is_the_error_of_every_reader_and_no_damage(
     short = Limits(request_seconds=0.5, first_pause_seconds=0.01, longest_pause_seconds=0.02, retry_seconds=0.2)
     (checkpoint,) = survey(ObjectStorage("s3://bucket/run", LIMITS)).committed
     server.inject_fault(Fault(status=503, code="SlowDown", method="GET", times=float("inf")))
-    for outcome in load_in_all_readers(checkpoint.for_readers(), short):
+    for outcome in load_in_all_readers(checkpoint.drop_shards(), short):
         assert isinstance(outcome, StorageError), outcome
         assert "checkpoint storage s3://bucket/run" in str(outcome)

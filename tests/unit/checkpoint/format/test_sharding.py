@@ -28,7 +28,7 @@ from trainium_trainer.checkpoint.sharding import (
     TensorMetadata,
     find_partition_problem,
     merge_stages,
-    with_stages,
+    replace_stages,
 )
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
 
@@ -70,8 +70,10 @@ def test_the_writers_of_a_box_are_those_whose_boxes_overlap_it(layout: Checkpoin
         edges = zip(low, sizes, box.offsets, box.sizes, strict=True)
         return all(max(a, c) < min(a + b, c + d) for a, b, c, d in edges)
 
-    all_writers = layout.writers("t0", Box((0,) * len(shape), shape))
-    assert set(layout.writers("t0", Box(low, sizes))) == {(box, rank) for box, rank in all_writers if overlaps(box)}
+    all_writers = layout.find_writers("t0", Box((0,) * len(shape), shape))
+    assert set(layout.find_writers("t0", Box(low, sizes))) == {
+        (box, rank) for box, rank in all_writers if overlaps(box)
+    }
 
 
 @settings(max_examples=trials(50))
@@ -129,7 +131,7 @@ def test_a_tensor_of_several_stages_is_written_by_the_first() -> None:
     assert moved == {"all": 0}
     assert_written_once(whole)
     for rank in range(6):
-        assert with_stages(stages[rank // 2], moved).plan_items(rank) == whole.plan_items(rank)
+        assert replace_stages(stages[rank // 2], moved).plan_items(rank) == whole.plan_items(rank)
 
 
 def test_ranks_that_disagree_are_refused_before_anything_is_written() -> None:

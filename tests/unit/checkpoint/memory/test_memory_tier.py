@@ -13,9 +13,9 @@ from tests.testing.trainer.fork_server import fork_context
 from tests.unit.checkpoint.checkpoint_builders import SINGLE_RANK, State, position, start_run
 from tests.unit.checkpoint.checkpoint_scenarios import train_until_killed
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.checkpoint.memory.layout import BufferLayout, shard_name
+from trainium_trainer.checkpoint.memory.layout import BufferLayout, format_shard_name
 from trainium_trainer.checkpoint.memory.memory_tier import _COPY_TIMEOUT_SECONDS, MemoryTier
-from trainium_trainer.checkpoint.root.commit_lease import settings_digest
+from trainium_trainer.checkpoint.root.commit_lease import hash_settings
 from trainium_worker.snapshots.files import Version, read_part
 from trainium_worker.snapshots.store import run_directory
 
@@ -49,11 +49,11 @@ def test_a_restarted_process_resumes_the_step_that_it_had_completed(tmp_path: Pa
 def create_tier(folder: Path, tensors: dict[str, torch.Tensor], name: str | None = None) -> MemoryTier:
     return MemoryTier(
         folder,
-        name=name or shard_name(0, 1),
+        name=name or format_shard_name(0, 1),
         layout=BufferLayout.of(tensors),
         generation=1,
         session="session",
-        config_digest=settings_digest({"model": "one"}),
+        config_digest=hash_settings({"model": "one"}),
     )
 
 
@@ -102,7 +102,7 @@ def test_a_snapshot_whose_header_was_not_written_yet_is_no_damage(tmp_path: Path
 
 def test_a_newer_generation_reads_older_snapshots_and_stops_their_writer(tmp_path: Path) -> None:
     old = start_run(tmp_path / "root", tmp_path / "memory", generation=3).run_to(4)
-    old.manager.before_update()
+    old.manager.finish_snapshot()
     new = start_run(tmp_path / "root", tmp_path / "memory", generation=4)
     assert (new.resumed.step, new.wrong_tensors) == (4, [])
     with pytest.raises(StaleGenerationError, match="belongs to generation 4") as caught:
@@ -124,9 +124,9 @@ def test_snapshots_of_other_settings_are_not_used(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_another_layout_are_removed(tmp_path: Path) -> None:
-    tensors = State(SINGLE_RANK).local_tensors()
+    tensors = State(SINGLE_RANK).list_local_tensors()
     memory = run_directory(tmp_path / "memory", str(tmp_path / "root"))
-    for name in (shard_name(1, 2, 0, 2), shard_name(0, 4)):
+    for name in (format_shard_name(1, 2, 0, 2), format_shard_name(0, 4)):
         tier = create_tier(memory, tensors, name)
         tier.claim_fence()
         assert tier.open_files()
@@ -204,8 +204,8 @@ def test_a_snapshot_of_a_cuda_device_holds_the_state_of_its_step_whatever_is_com
         tier.stage(Version(step, 1, "session"), state)
         noise = torch.tanh(noise @ noise)
     tier.wait_for_snapshot()
-    for part in tier.parts().values():
-        assert (tier.layout.views(tier.open_part(part))[0] == part.version.step).all()
+    for part in tier.list_records().values():
+        assert (tier.layout.view_tensors(tier.open_part(part))[0] == part.version.step).all()
     tier.close()
 
 
@@ -227,7 +227,7 @@ class SlowCopy:
 
 
 def test_a_copy_that_does_not_arrive_is_waited_for_once_and_reported_once(tmp_path: Path) -> None:
-    tier, copy = create_tier(tmp_path, State(SINGLE_RANK).local_tensors()), SlowCopy()
+    tier, copy = create_tier(tmp_path, State(SINGLE_RANK).list_local_tensors()), SlowCopy()
     tier._copying = copy
     for _ in range(3):
         tier.wait_for_snapshot()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.testing.suite.trials import trials
 from trainium_trainer.checkpoint.collectives import pack_values
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.memory.layout import shard_name
+from trainium_trainer.checkpoint.memory.layout import format_shard_name
 from trainium_trainer.checkpoint.resume import agreement
 from trainium_trainer.checkpoint.resume.agreement import (
     Decision,
@@ -26,7 +26,7 @@ from trainium_trainer.checkpoint.resume.agreement import (
     Transfer,
     choose_buddies,
     decide,
-    records_to_report,
+    select_records,
 )
 from trainium_worker.snapshots import copies
 from trainium_worker.snapshots.files import Part, Version
@@ -88,12 +88,12 @@ def rank_views(draw: Any) -> list[RankView]:
     tp, dp, pp = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 2))
     sharded = draw(st.booleans())
     keys = [
-        shard_name(t, tp, d if sharded else 0, dp if sharded else 1, p, pp)
+        format_shard_name(t, tp, d if sharded else 0, dp if sharded else 1, p, pp)
         for p in range(pp)
         for d in range(dp)
         for t in range(tp)
     ]
-    foreign = [shard_name(t, tp + 1) for t in range(tp + 1)]
+    foreign = [format_shard_name(t, tp + 1) for t in range(tp + 1)]
     versions = st.builds(
         lambda step, generation, session: Version(step, generation, session, Position(step, 8 * step, 9).encode()),
         st.integers(0, 4),
@@ -127,7 +127,7 @@ def report_records(views: list[RankView]) -> SnapshotInventory:
     """Return the inventory after each rank has reported the records that it represents."""
     return SnapshotInventory(
         [RankView(view.rank, view.store, view.needs, view.layout) for view in views],
-        [records_to_report(views, view.rank, view.records) for view in views],
+        [select_records(views, view.rank, view.records) for view in views],
     )
 
 
@@ -145,11 +145,11 @@ def test_the_decision_is_that_of_the_plain_rules_in_any_order_of_the_reports(
 def test_ranks_that_report_each_snapshot_once_decide_as_if_each_had_reported_everything(
     views: list[RankView], durable: list[int]
 ) -> None:
-    reported = report_records(views).views()
+    reported = report_records(views).summarize_by_rank()
     assert decide(reported, durable) == decide_plainly(views, durable)
     needed = {view.needs for view in views}
     all_records = {(view.store, record) for view in views for record in view.records if record.name in needed}
-    assert sum(len(records_to_report(views, view.rank, view.records)) for view in views) == len(all_records)
+    assert sum(len(select_records(views, view.rank, view.records)) for view in views) == len(all_records)
 
 
 @settings(max_examples=trials(50))
@@ -165,7 +165,7 @@ def test_a_snapshot_that_one_rank_finds_damaged_is_missing_for_its_whole_node(
         RankView(v.rank, v.store, v.needs, v.layout, v.records - damaged if v.store == views[rank].store else v.records)
         for v in views
     ]
-    assert decide(inventory.views(), durable) == decide_plainly(remaining, durable)
+    assert decide(inventory.summarize_by_rank(), durable) == decide_plainly(remaining, durable)
 
 
 @settings(max_examples=trials(50))
@@ -181,17 +181,17 @@ def test_ranks_of_a_node_without_capacity_count_as_separate_stores(
         RankView(v.rank, f"{store}#{v.rank}", v.needs, v.layout, v.records) if v.store == store and not is_alone else v
         for v in views
     ]
-    assert decide(inventory.views(), durable) == decide_plainly(remaining, durable)
+    assert decide(inventory.summarize_by_rank(), durable) == decide_plainly(remaining, durable)
 
 
 @settings(max_examples=trials(50))
 @given(rank_views())
 def test_a_rank_receives_a_snapshot_from_a_store_that_held_it(views: list[RankView]) -> None:
     inventory = report_records(views)
-    decision = decide(inventory.views(), [])
+    decision = decide(inventory.summarize_by_rank(), [])
     if not isinstance(decision, ResumeFromMemory):
         return
-    for view, original in zip(views, inventory.origins(decision), strict=True):
+    for view, original in zip(views, inventory.find_origins(decision), strict=True):
         assert (original.version, original.name) == (decision.version, view.needs)
         held = {record for record in view.records if (record.version, record.name) == (decision.version, view.needs)}
         assert original in (held or {record for other in views for record in other.records})
@@ -205,7 +205,7 @@ def build_rank_views(ranks: int, *, replaced: int = 0) -> list[RankView]:
 
     `replaced`: the number of first nodes that are new and hold nothing.
     """
-    keys = [shard_name(rank % 8, 8, rank // 8, ranks // 8) for rank in range(ranks)]
+    keys = [format_shard_name(rank % 8, 8, rank // 8, ranks // 8) for rank in range(ranks)]
     nodes = max(1, ranks // 32)
     views = []
     for node in range(nodes):
@@ -252,7 +252,8 @@ def count_bytecodes(module: Any, call: Callable[[], object]) -> int:
 def test_the_decision_costs_in_proportion_to_ranks_and_snapshots(replaced: int) -> None:
     """A quarter of the nodes are new, or none."""
     views_by_size = [
-        report_records(build_rank_views(ranks, replaced=replaced * ranks // 128)).views() for ranks in (128, 1024)
+        report_records(build_rank_views(ranks, replaced=replaced * ranks // 128)).summarize_by_rank()
+        for ranks in (128, 1024)
     ]
     small, large = (count_bytecodes(agreement, lambda views=views: decide(views, [1])) for views in views_by_size)
     assert isinstance(decide(views_by_size[1], [1]), ResumeFromMemory)
@@ -272,6 +273,6 @@ def test_a_start_from_memory_costs_the_first_rank_less_than_256_bytes_of_every_o
     """It then receives less than a MiB at 4,096 ranks (measured in `docs/measurements.md`)."""
     views = build_rank_views(512)
     empty_views = [RankView(view.rank, view.store, view.needs, view.layout) for view in views]
-    reported = [records_to_report(views, view.rank, view.records) for view in views]
+    reported = [select_records(views, view.rank, view.records) for view in views]
     received = sum(len(pack_values([pickle.dumps(value) for value in values])) for values in (empty_views, reported))
     assert received < 256 * len(views)

@@ -13,13 +13,13 @@ from tests.unit.checkpoint.checkpoint_builders import committed_checkpoint
 from tests.unit.checkpoint.resume.test_agreement_law import STEPS, build_rank_views, decide_plainly, rank_views
 from trainium_trainer.checkpoint.collectives import pack_part, pack_values
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
-from trainium_trainer.checkpoint.memory.layout import shard_name
+from trainium_trainer.checkpoint.memory.layout import format_shard_name
 from trainium_trainer.checkpoint.resume.agreement import (
     FreshStart,
     RankView,
     ResumeFromDurable,
     ResumeFromMemory,
-    records_to_report,
+    select_records,
 )
 from trainium_trainer.checkpoint.resume.leader import (
     SHARED_WARNINGS,
@@ -64,7 +64,7 @@ class FakeRanks:
         empty_views = [RankView(view.rank, view.store, view.needs, view.layout) for view in self.views]
         views_of_nodes = self.ask(empty_views, self.leader.collect)
         reports = [
-            SnapshotReport(records_to_report(node_views, view.rank, view.records), can_write=True)
+            SnapshotReport(select_records(node_views, view.rank, view.records), can_write=True)
             for node_views, view in zip(views_of_nodes, self.views, strict=True)
         ]
         orders = self.ask(reports, self.leader.decide)
@@ -76,7 +76,7 @@ class FakeRanks:
                 reports = [
                     self.execute(view, order, lost, damaged) for view, order in zip(self.views, orders, strict=True)
                 ]
-            orders = self.ask(reports, self.leader.next_orders)
+            orders = self.ask(reports, self.leader.decide_orders)
         return orders
 
     def execute(self, view: RankView, order: Any, lost: frozenset[Part], damaged: frozenset[int]) -> RankReport:
@@ -156,8 +156,8 @@ def test_a_start_with_nothing_whole_below_its_root_is_refused() -> None:
 
 
 def test_a_rank_whose_mesh_differs_is_named() -> None:
-    views = [RankView(rank, "node", shard_name(rank, 4), "L") for rank in range(3)]
-    other = RankView(3, "node", shard_name(1, 2, 1, 2), "L")
+    views = [RankView(rank, "node", format_shard_name(rank, 4), "L") for rank in range(3)]
+    other = RankView(3, "node", format_shard_name(1, 2, 1, 2), "L")
     with pytest.raises(UserError, match="rank 3 has the mesh 2 x 2 x 1 and rank 0 4 x 1 x 1"):
         ResumeLeader("root").collect([*views, other])
 
@@ -168,7 +168,9 @@ def test_the_error_of_one_rank_is_raised_for_all() -> None:
     leader.collect(list(ranks.views))
     leader.decide([SnapshotReport() for _ in ranks.views])
     with pytest.raises(StorageError, match="no answer"):
-        leader.next_orders([RankReport(), RankReport(ok=False, error=StorageError("no answer")), *[RankReport()] * 62])
+        leader.decide_orders(
+            [RankReport(), RankReport(ok=False, error=StorageError("no answer")), *[RankReport()] * 62]
+        )
 
 
 def test_warnings_that_all_ranks_receive_are_bounded_and_the_first_rank_has_them_all() -> None:
@@ -177,7 +179,7 @@ def test_warnings_that_all_ranks_receive_are_bounded_and_the_first_rank_has_them
     leader.collect(list(ranks.views))
     leader.decide([SnapshotReport(warnings=(f"rank {rank}: no room",)) for rank in range(64)])
     assert len(leader.warnings) == 64
-    (shared,) = {end.agreed.warnings for end in leader.next_orders([RankReport() for _ in ranks.views])}
+    (shared,) = {end.agreed.warnings for end in leader.decide_orders([RankReport() for _ in ranks.views])}
     assert len(shared) == SHARED_WARNINGS + 1
     assert shared[-1] == "44 more such warnings are in the output of rank 0"
 

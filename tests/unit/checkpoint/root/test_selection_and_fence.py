@@ -15,7 +15,7 @@ from trainium_contract.wire.messages import MAX_GENERATION, MAX_GENERATION_LEAD
 from trainium_trainer.checkpoint.errors import StaleGenerationError, UnusableCheckpointError
 from trainium_trainer.checkpoint.root.commit import FenceToken, Receipt, check_fence, claim_fence, publish, read_fence
 from trainium_trainer.checkpoint.root.commit_lease import CommitLease, format_differences, refuse_foreign
-from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies, records_folder
+from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies, find_records_folder
 from trainium_trainer.checkpoint.root.owner import NOBODY, OwnerRecords
 from trainium_trainer.checkpoint.root.selection import choose_checkpoint
 from trainium_trainer.checkpoint.root.survey import Survey, survey
@@ -214,7 +214,7 @@ def test_records_in_a_bucket_are_on_the_node_and_copied_at_each_commit(
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / node))
             run = start_run("s3://bucket/run", records=records).flush()
             RecordCopies(run.manager._config, run.manager._storage).fetch()
-            path = records_folder(run.manager._config) / "metrics.jsonl"
+            path = find_records_folder(run.manager._config) / "metrics.jsonl"
             assert path.is_relative_to(tmp_path / node)
             if node == "one":
                 path.parent.mkdir(parents=True)

@@ -15,7 +15,7 @@ from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models import context_parallel
 from trainium_trainer.models.context_parallel import SequenceDivision, apply_context_parallel
-from trainium_trainer.models.loss import loss_sum
+from trainium_trainer.models.loss import compute_loss_sum
 
 CP4 = "parallelism.context=4"
 PACKED = "data.maskDocuments=true"
@@ -124,7 +124,7 @@ class TestKernels:
         if divided:
             apply_context_parallel(model, SequenceDivision(group, 0, 1, self.LENGTH))
         tokens = torch.randint(0, 64, (2, self.LENGTH), generator=torch.Generator().manual_seed(0))
-        loss = loss_sum(model(tokens, positions=positions), tokens)
+        loss = compute_loss_sum(model(tokens, positions=positions), tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         return [loss, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 

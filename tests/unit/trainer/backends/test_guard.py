@@ -45,12 +45,12 @@ def backend(request: pytest.FixtureRequest) -> Iterator[NativeBackend]:
 def make_step(backend: NativeBackend, seed: int) -> StepOutcome:
     tokens = torch.randint(0, 400, (2, 9), generator=torch.Generator().manual_seed(seed))
     backend.accumulate(MicroBatch(tokens[:, :-1], tokens[:, 1:], 16, torch.arange(2)), last=True)
-    totals = backend.totals(stop=False, memory_ends=False, vote=0)
+    totals = backend.sum_totals(stop=False, memory_ends=False, vote=0)
     return backend.step(divisor=totals.divisor, learning_rate=0.01, clip_norm=1.0)
 
 
 def copy_state(backend: NativeBackend) -> dict[str, Any]:
-    return {name: value.clone() for name, value in backend.state.local_tensors().items()}
+    return {name: value.clone() for name, value in backend.state.list_local_tensors().items()}
 
 
 @pytest.mark.parametrize("bad_value", [math.nan, math.inf])
@@ -59,22 +59,22 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_trains(
 ) -> None:
     assert make_step(backend, 1).applied
     before = copy_state(backend)
-    weights = backend.state.local_tensors()
+    weights = backend.state.list_local_tensors()
     name = next(name for name in weights if name.startswith("model"))
     original = weights[name].flatten()[7].clone()
     weights[name].view(-1)[7] = bad_value
     assert not make_step(backend, 2).applied
     weights[name].view(-1)[7] = original
-    after = backend.state.local_tensors()
+    after = backend.state.list_local_tensors()
     assert after.keys() == before.keys()
     for name, value in before.items():
         assert torch.equal(after[name], value), name
     assert make_step(backend, 3).applied
     expected = copy_state(backend)
-    for name, value in backend.state.local_tensors().items():
+    for name, value in backend.state.list_local_tensors().items():
         value.copy_(before[name])
     assert make_step(backend, 3).applied
-    for name, value in backend.state.local_tensors().items():
+    for name, value in backend.state.list_local_tensors().items():
         assert torch.equal(value, expected[name]), name
 
 
@@ -88,16 +88,16 @@ def test_a_gradient_that_is_not_finite_is_named_also_where_most_weights_have_non
         backend.load_frozen(BaseWeights.open(str(base)))
         tokens = torch.randint(0, 320, (2, 9), generator=torch.Generator().manual_seed(1))
         backend.accumulate(MicroBatch(tokens[:, :-1], tokens[:, 1:], 16, torch.arange(2)), last=True)
-        totals = backend.totals(stop=False, memory_ends=False, vote=0)
+        totals = backend.sum_totals(stop=False, memory_ends=False, vote=0)
         culprit = "model.layers.0.self_attn.v_proj.lora_B.weight"
-        backend._store.gradient(culprit).fill_(math.inf)
+        backend._store.find_gradient(culprit).fill_(math.inf)
         outcome = backend.step(divisor=totals.divisor, learning_rate=0.01, clip_norm=1.0)
         assert not outcome.applied
         assert outcome.nonfinite_parameters == (culprit,)
 
 
 def test_a_dry_run_updates_also_with_nan(dry_run_backend: NativeBackend) -> None:
-    weights = dry_run_backend.state.local_tensors()
+    weights = dry_run_backend.state.list_local_tensors()
     next(value for name, value in weights.items() if name.startswith("model")).view(-1)[7] = math.nan
     before = copy_state(dry_run_backend)
     assert not make_step(dry_run_backend, 1).applied

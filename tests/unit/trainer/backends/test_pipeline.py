@@ -18,7 +18,7 @@ from tests.unit.trainer.conftest import Launcher, ReferenceRuns
 from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.stages import LlamaStage, canonical_parameters, shared_with_first, split_layers
+from trainium_trainer.models.stages import LlamaStage, find_shared_with_first, list_canonical_parameters, split_layers
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -46,12 +46,16 @@ def test_the_stages_have_the_parameters_of_the_model_under_its_names(tied: bool)
     owned = [
         (name, parameter.shape)
         for stage in stages
-        for name, parameter in canonical_parameters(stage)
-        if name not in shared_with_first(stage)
+        for name, parameter in list_canonical_parameters(stage)
+        if name not in find_shared_with_first(stage)
     ]
     expected = [(name, parameter.shape) for name, parameter in model.named_parameters()]
     assert sorted(owned) == sorted(expected)
-    assert [shared_with_first(stage) for stage in stages] == [frozenset(), frozenset(), {EMBEDDING} if tied else set()]
+    assert [find_shared_with_first(stage) for stage in stages] == [
+        frozenset(),
+        frozenset(),
+        {EMBEDDING} if tied else set(),
+    ]
 
 
 @pytest.mark.skipif(has_pipelines(), reason="this torch supports pipelines")

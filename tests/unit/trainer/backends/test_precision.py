@@ -8,7 +8,7 @@ import torch
 from tests.testing.trainer.layouts import SHARDED, SP, TP
 from tests.unit.trainer.conftest import Launcher, ReferenceRuns
 from trainium_contract.trainer.optimizer import OptimizerConfig
-from trainium_trainer.backends.optimizers import Rounding, Slot, noise_generator, noise_like, round_into
+from trainium_trainer.backends.optimizers import Rounding, Slot, create_noise_generator, draw_noise_like, round_into
 from trainium_trainer.backends.optimizers.adamw import update
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ STOCHASTIC = "precision=BFloat16Stochastic"
 
 def round_value(value: torch.Tensor, step: int = 1, share: int = 0) -> torch.Tensor:
     target = torch.empty(value.shape, dtype=torch.bfloat16)
-    round_into(target, value, noise_like(value, noise_generator(0, step, "x", CPU)), share=share)
+    round_into(target, value, draw_noise_like(value, create_noise_generator(0, step, "x", CPU)), share=share)
     return target
 
 

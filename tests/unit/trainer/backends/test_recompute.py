@@ -14,7 +14,7 @@ from trainium_contract.trainer.parallelism import Recompute
 from trainium_trainer.backends.recompute import apply_recompute
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.loss import loss_sum
+from trainium_trainer.models.loss import compute_loss_sum
 
 
 class OperationCounter(TorchDispatchMode):
@@ -59,7 +59,7 @@ def test_selective_repeats_no_product_and_full_repeats_all(mode: Recompute) -> N
     counts: dict[Recompute, Counter[str]] = {}
     for recompute in (Recompute.NONE, mode):
         model = build(recompute)
-        loss = loss_sum(model(tokens), tokens)
+        loss = compute_loss_sum(model(tokens), tokens)
         with OperationCounter() as operations:
             loss.backward()
         counts[recompute] = operations.counts

@@ -16,9 +16,9 @@ from trainium_trainer.backends.optimizers import adamw
 from trainium_trainer.backends.replicated_store import ReplicatedStore
 from trainium_trainer.backends.state_store import square_sum
 from trainium_trainer.configuration.model_shape import resolve_shape
-from trainium_trainer.models.initialization import initial_tensor
+from trainium_trainer.models.initialization import draw_initial_tensor
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.loss import loss_sum
+from trainium_trainer.models.loss import compute_loss_sum
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,17 +59,17 @@ def test_buckets_are_reduced_in_order_during_the_last_backward_pass(
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     with torch.no_grad():
-        for part in store.parameters():
-            part.local.copy_(initial_tensor(part.name, part.size, seed=0, shape=shape))
+        for part in store.iterate_parameters():
+            part.local.copy_(draw_initial_tensor(part.name, part.size, seed=0, shape=shape))
     tokens = torch.randint(0, 64, (2, 3, 10), generator=torch.Generator().manual_seed(0))
     for number, micro_batch in enumerate(tokens):
         store.begin_backward(int(number == 1))
-        loss_sum(model(micro_batch), micro_batch).backward()
-        loss_sum(plain(micro_batch), micro_batch).backward()
+        compute_loss_sum(model(micro_batch), micro_batch).backward()
+        compute_loss_sum(plain(micro_batch), micro_batch).backward()
         assert bool(launched) == (number == 1)
     assert len(launched) > 2
     assert launched == sorted(launched)
-    assert sum(count for _, count in launched) == store.local_tensors()["model"].numel()
+    assert sum(count for _, count in launched) == store.list_local_tensors()["model"].numel()
     store.reduce()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, parameter in model.named_parameters():
@@ -95,8 +95,8 @@ def test_updates_equal_those_of_torch(
     plain, model = initial_model(shape), Llama(shape)
     store = ReplicatedStore([model], torch.device("cpu"), None, 0, moments=config.kind.moments)
     with torch.no_grad():
-        for part in store.parameters():
-            part.local.copy_(initial_tensor(part.name, part.size, seed=0, shape=shape))
+        for part in store.iterate_parameters():
+            part.local.copy_(draw_initial_tensor(part.name, part.size, seed=0, shape=shape))
     vectors = [parameter for parameter in plain.parameters() if parameter.ndim == 1]
     matrices = [parameter for parameter in plain.parameters() if parameter.ndim == 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors}]
@@ -107,13 +107,13 @@ def test_updates_equal_those_of_torch(
         tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(step))
         store.begin_backward(1)
         for network in (plain, model):
-            loss_sum(network(tokens), tokens).backward()
+            compute_loss_sum(network(tokens), tokens).backward()
         store.reduce()
         for parameter in plain.parameters():
             parameter.grad *= 0.25
         reference.step()
         reference.zero_grad()
-        adamw.update(store.slots(), config, step=step, learning_rate=0.01, gradient_scale=0.25)
+        adamw.update(store.iterate_slots(), config, step=step, learning_rate=0.01, gradient_scale=0.25)
         store.zero_grad()
     expected = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():

@@ -15,7 +15,7 @@ from trainium_trainer.backends.sharded_store import ShardedStore, apply_sharding
 from trainium_trainer.checkpoint.interfaces import MeshCoordinates
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.loss import loss_sum
+from trainium_trainer.models.loss import compute_loss_sum
 
 LAYERS = 2
 
@@ -66,7 +66,7 @@ def test_weights_are_gathered_once_a_step_where_only_the_optimizer_is_sharded(
         moments=("expAvg", "expAvgSq"),
         keep_gathered=keep_gathered,
     )
-    for parameter in store.parameters():
+    for parameter in store.iterate_parameters():
         parameter.local.zero_()
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     for step in range(2):
@@ -74,7 +74,7 @@ def test_weights_are_gathered_once_a_step_where_only_the_optimizer_is_sharded(
         for number in range(3):
             store.begin_backward(int(number == 2))
             with GatherCounter() as gathers:
-                loss_sum(model(tokens), tokens).backward()
+                compute_loss_sum(model(tokens), tokens).backward()
             store.accumulate()
             gathers_of_passes.append(gathers.count)
             reduced = all(entry.parameter.grad is not None for entry in store._entries)

@@ -13,7 +13,7 @@ from trainium_trainer.backends.torch_compile import check_compiler, compile_laye
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.loss import loss_sum
+from trainium_trainer.models.loss import compute_loss_sum
 
 pytestmark = pytest.mark.timeout(500)  # real processes and a real compiler
 
@@ -74,7 +74,7 @@ def test_one_graph_for_all_layers_has_the_gradients_of_plain_layers(monkeypatch:
     tokens = torch.randint(0, 320, (2, 16))
 
     def gradients() -> list[torch.Tensor]:
-        loss_sum(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+        compute_loss_sum(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
         values = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         model.zero_grad()
         return values

@@ -18,7 +18,7 @@ import yaml
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.worker_process import compile_cache
 from trainium_contract.worker_process.compile_cache import LocalCache, SharedCache, hold_lease
-from trainium_trainer.compile.dry_run import MeshCoordinate, first_rank_at, launch_at, mesh_coordinates
+from trainium_trainer.compile.dry_run import MeshCoordinate, find_first_rank, launch_at, list_mesh_coordinates
 from trainium_trainer.compile.graphs import GraphInputs, describe_graphs, digest_of_graphs
 from trainium_trainer.compile.sizes import read_sizes
 from trainium_trainer.configuration.config import resolve_settings
@@ -248,5 +248,5 @@ def test_a_configuration_of_the_trainer_needs_sizes(tmp_path: Path) -> None:
 
 def test_each_mesh_coordinate_is_compiled_by_its_first_rank() -> None:
     config = TrainingConfig.model_validate({"parallelism": {"tensor": 2, "pipeline": 2}, "batch": {"globalSize": 12}})
-    assert [first_rank_at(place, config, 12) for place in mesh_coordinates(config)] == [0, 1, 6, 7]
-    assert mesh_coordinates(config)[-1] == MeshCoordinate(pipeline=1, tensor=1)
+    assert [find_first_rank(place, config, 12) for place in list_mesh_coordinates(config)] == [0, 1, 6, 7]
+    assert list_mesh_coordinates(config)[-1] == MeshCoordinate(pipeline=1, tensor=1)

@@ -114,7 +114,7 @@ def test_the_tool_has_a_folder_and_a_core_for_each_place_and_its_failure_is_name
     for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORDS": str(records), "FAILS": fails}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(precompile, "_is_nxd", lambda _: True)
-    monkeypatch.setattr(extraction, "ranks_with_distinct_graphs", lambda _: (0,))
+    monkeypatch.setattr(extraction, "find_ranks_with_distinct_graphs", lambda _: (0,))
     monkeypatch.setattr(process_pool, "read_memory", lambda _: 1)  # three processes fit on any machine
     trainer = JOB["spec"]["trainer"] | {"parallelism": {"tensor": 4}}
     settings = resolve_settings(TrainingConfig.model_validate(trainer), launch_at(0, 4, 4))

@@ -57,7 +57,7 @@ def test_the_first_process_runs_alone_and_the_others_in_separate_slots(tmp_path:
         )
         assert (completed.returncode, completed.stderr) == (0, "")
 
-    pool.for_each(range(4), work)
+    pool.call_for_each(range(4), work)
     assert slots[0] == (0, 0)
     assert sorted(slots[1:]) == [(1, slots[1][1]), (2, slots[2][1]), (3, slots[3][1])]
     assert sorted(slot for _, slot in slots[1:]) == [0, 1, 2]
@@ -78,7 +78,7 @@ def test_the_memory_of_a_process_includes_its_children(tmp_path: Path) -> None:
         order.append((number, slot))
         assert pool.run([sys.executable, "-c", USE_MEMORY if number == 0 else ""], "", os.environ).returncode == 0
 
-    pool.for_each(range(3), work)
+    pool.call_for_each(range(3), work)
     assert pool.peak_bytes > 300 << 20
     assert pool.parallel_processes == 1, "400 MiB of 500 are assigned, of which one takes more than 300"
     assert order == [(0, 0), (1, 0), (2, 0)]
@@ -107,7 +107,7 @@ def test_the_error_of_one_process_ends_the_others_with_their_children(tmp_path: 
             raise ValueError("compiling rank 2: no room")
 
     with pytest.raises(ValueError, match="rank 2: no room"):
-        pool.for_each([0, 1, 2, 3, 4], work)
+        pool.call_for_each([0, 1, 2, 3, 4], work)
     wait_for_end(int(pid_file.read_text()))
 
 

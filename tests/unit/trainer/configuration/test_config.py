@@ -17,9 +17,9 @@ from trainium_contract.job import TrainingJobSpec
 from trainium_contract.requirements.memory_estimate import MemoryEstimate
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
-from trainium_trainer.checkpoint.root.commit_lease import settings_digest
+from trainium_trainer.checkpoint.root.commit_lease import hash_settings
 from trainium_trainer.commands.check import find_missing
-from trainium_trainer.configuration.config import Launch, load, read_launch, resolve_settings, with_steps
+from trainium_trainer.configuration.config import Launch, load, read_launch, resolve_settings, resolve_steps
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop.memory_check import refuse_too_small
 
@@ -212,8 +212,8 @@ def test_a_configuration_that_does_not_fit_the_launch_is_refused(
 
 def test_the_digest_of_the_settings_covers_those_that_must_not_change(tmp_path: Path) -> None:
     def digest(*overrides: str, data: str = "d", tokenizer: str = "t") -> str:
-        return settings_digest(
-            resolve_settings(load(write_config(tmp_path, {}), overrides), launch_of(1)).fixed_settings(
+        return hash_settings(
+            resolve_settings(load(write_config(tmp_path, {}), overrides), launch_of(1)).list_fixed_settings(
                 data, tokenizer, {}
             )
         )
@@ -456,19 +456,19 @@ def test_the_steps_follow_from_the_epochs_and_the_warm_up_from_the_steps() -> No
     config = TrainingConfig.model_validate(
         {"epochs": 2.5, "batch": {"globalSize": 8}, "schedule": {"warmupRatio": 0.03}}
     )
-    resolved = with_steps(config, 400)
+    resolved = resolve_steps(config, 400)
     assert (resolved.steps, resolved.schedule.warmup_steps) == (125, 4), "rounded up"
-    assert with_steps(TrainingConfig(), None) == TrainingConfig()
+    assert resolve_steps(TrainingConfig(), None) == TrainingConfig()
 
 
 def test_epochs_of_unknown_length_and_a_warm_up_longer_than_the_run_are_refused() -> None:
     config = TrainingConfig.model_validate({"epochs": 1, "batch": {"globalSize": 8}})
     with pytest.raises(UserError, match=r"set data.tokenization to Ahead, or give steps"):
-        with_steps(config, None)
-    assert with_steps(config, 40).schedule.warmup_steps == 5, "the default fits the run"
+        resolve_steps(config, None)
+    assert resolve_steps(config, 40).schedule.warmup_steps == 5, "the default fits the run"
     longer = TrainingConfig.model_validate({"epochs": 1, "batch": {"globalSize": 8}, "schedule": {"warmupSteps": 9}})
     with pytest.raises(UserError, match=r"warmupSteps is 9, but 1 epochs are 5 steps"):
-        with_steps(longer, 40)
+        resolve_steps(longer, 40)
 
 
 def test_check_reports_the_trained_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

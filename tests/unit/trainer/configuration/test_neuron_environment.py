@@ -20,7 +20,7 @@ def config(**neuron: Any) -> TrainingConfig:
 
 
 def variables(user_variables: dict[str, str] | None = None, *, nxd: bool = True, **neuron: Any) -> dict[str, str]:
-    return neuron_environment.variables(config(**neuron), nxd=nxd, given=user_variables or {})
+    return neuron_environment.list_variables(config(**neuron), nxd=nxd, given=user_variables or {})
 
 
 def test_the_defaults_are_those_of_hlat() -> None:

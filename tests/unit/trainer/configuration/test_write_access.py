@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from trainium_agent.checks.preflight import _explain_unwritable
-from trainium_trainer.artifacts.store import unwritable_error as artifact_error
+from trainium_trainer.artifacts.store import create_write_error as artifact_error
 from trainium_trainer.data.prepared.text_sources import use_cache
 from trainium_trainer.exits import StorageError, UserError
-from trainium_trainer.monitor.json_lines import unwritable_error
+from trainium_trainer.monitor.json_lines import create_write_error
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 
@@ -76,7 +76,7 @@ def write_record(folder: Path) -> None:
     try:
         path.write_bytes(b"x")
     except OSError as error:
-        raise unwritable_error(path, error) from error
+        raise create_write_error(path, error) from error
 
 
 WRITERS = [

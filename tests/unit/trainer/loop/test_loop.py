@@ -19,7 +19,7 @@ from tests.unit.trainer.conftest import Job, Launcher, ReferenceRuns
 from trainium_agent.linux.kernel import has_signal_handler
 from trainium_contract.wire.nonfinite_origin import parse_nonfinite_rank
 from trainium_trainer.checkpoint.root.commit_lease import LATE_SECONDS
-from trainium_trainer.loop.stop import max_wait_seconds
+from trainium_trainer.loop.stop import compute_max_wait
 from trainium_worker.progress_record import ProgressPhase, alerts_path, read_progress
 from trainium_worker.pulse import Activity, PulseReading, Waiting
 
@@ -72,10 +72,10 @@ def test_a_rank_that_receives_sigterm_does_not_wait_for_a_stalled_peer(launch: L
 
 def test_the_timeout_of_peers_follows_the_steps_and_does_not_limit_work() -> None:
     reading = PulseReading(1, Activity.STEP, Waiting.YES, 2.0, ((1.0, 0.9), (30.0, 1.0)))
-    assert max_wait_seconds(reading) == 90.0
-    assert max_wait_seconds(replace(reading, steps=())) == 10.0
-    assert max_wait_seconds(replace(reading, waiting=Waiting.MAYBE)) == 90.0
-    assert max_wait_seconds(replace(reading, waiting=Waiting.NO)) == float("inf")
+    assert compute_max_wait(reading) == 90.0
+    assert compute_max_wait(replace(reading, steps=())) == 10.0
+    assert compute_max_wait(replace(reading, waiting=Waiting.MAYBE)) == 90.0
+    assert compute_max_wait(replace(reading, waiting=Waiting.NO)) == float("inf")
 
 
 def test_a_rank_of_an_old_generation_neither_writes_snapshots_nor_commits(launch: Launcher) -> None:

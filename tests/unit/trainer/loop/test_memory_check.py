@@ -20,9 +20,9 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
 from trainium_trainer.loop.memory_check import (
     check_device_memory,
-    device_memory,
     estimate_run_memory,
-    largest_trained_part,
+    find_device_memory,
+    find_largest_trained_part,
     refuse_too_small,
 )
 from trainium_trainer.models.llama import Llama
@@ -66,13 +66,13 @@ def test_the_state_of_a_tuned_run_is_what_the_store_allocates(tuning: dict[str, 
 
 
 def test_adapters_are_divided_like_their_projections() -> None:
-    undivided = largest_trained_part(create_settings(LORA))
+    undivided = find_largest_trained_part(create_settings(LORA))
     shape = create_settings(LORA).shape
     heads = shape.num_attention_heads * shape.head_dim
     assert undivided == TrainedParameters(0, create_settings(LORA).trainable.trained)
-    by_tensor = largest_trained_part(create_settings(LORA, ranks=2, parallelism={"tensor": 2}))
+    by_tensor = find_largest_trained_part(create_settings(LORA, ranks=2, parallelism={"tensor": 2}))
     assert by_tensor.adapters == 2 * (4 * 32 + 4 * heads // 2 + 4 * 48 // 2 + 4 * 32)
-    stages = largest_trained_part(create_settings(LORA, ranks=2, parallelism={"pipeline": 2}))
+    stages = find_largest_trained_part(create_settings(LORA, ranks=2, parallelism={"pipeline": 2}))
     assert stages.adapters == undivided.adapters // 2
 
 
@@ -80,7 +80,9 @@ def test_patterns_count_for_the_stage_that_holds_most_of_them() -> None:
     settings = create_settings(PARTS, ranks=2, parallelism={"pipeline": 2})
     sizes = parameter_sizes(settings.shape)
     expected = sum(torch.Size(size).numel() for name, size in sizes.items() if name in settings.trainable.weights)
-    assert largest_trained_part(settings) == TrainedParameters(expected, 0), "the second stage has all trained weights"
+    assert find_largest_trained_part(settings) == TrainedParameters(expected, 0), (
+        "the second stage has all trained weights"
+    )
 
 
 def test_a_device_that_is_too_small_is_refused_and_one_that_is_nearly_full_is_reported(
@@ -91,7 +93,7 @@ def test_a_device_that_is_too_small_is_refused_and_one_that_is_nearly_full_is_re
     assert check_device_memory(settings, torch.device("cpu")) == [], "the memory of a CPU is not checked"
 
     def with_memory(size: int) -> list[str]:
-        monkeypatch.setattr(memory_check, "device_memory", lambda _: size)
+        monkeypatch.setattr(memory_check, "find_device_memory", lambda _: size)
         return check_device_memory(settings, device)
 
     assert with_memory(2 * estimate.device) == []
@@ -102,7 +104,7 @@ def test_a_device_that_is_too_small_is_refused_and_one_that_is_nearly_full_is_re
     core: Any = SimpleNamespace(type="neuron")
     for size, refused in ((estimate.device * 10 // 9 + 2, False), (estimate.device * 10 // 9 - 2, True)):
         instance = Instance(devices=1, cores=1, efa=0, core_bytes=size)
-        monkeypatch.setattr(memory_check, "device_memory", lambda _, size=size: size)
+        monkeypatch.setattr(memory_check, "find_device_memory", lambda _, size=size: size)
         with pytest.raises(UserError) if refused else nullcontext():
             check_device_memory(settings, core)
         with pytest.raises(UserError) if refused else nullcontext():
@@ -118,6 +120,6 @@ def test_a_neuron_core_has_the_memory_of_its_instance_type(
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", logical)
     (tmp_path / "product_name").write_text(f"{instance}\n")
     device: Any = SimpleNamespace(type="neuron")
-    assert device_memory(device, product_name=tmp_path / "product_name") == gib << 30
-    assert device_memory(device, product_name=tmp_path / "absent") is None
-    assert device_memory(torch.device("cpu")) is None
+    assert find_device_memory(device, product_name=tmp_path / "product_name") == gib << 30
+    assert find_device_memory(device, product_name=tmp_path / "absent") is None
+    assert find_device_memory(torch.device("cpu")) is None

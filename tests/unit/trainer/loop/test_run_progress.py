@@ -10,10 +10,10 @@ from tests.testing.suite.trials import trials
 from trainium_contract.sizes import count_micro_batches, step_batch_size
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.configuration.config import read_launch, resolve_settings, with_steps
+from trainium_trainer.configuration.config import read_launch, resolve_settings, resolve_steps
 from trainium_trainer.data.batches.samples import Share
 from trainium_trainer.loop.run_progress import RunProgress
-from trainium_trainer.loop.schedule import learning_rate, rate_factor
+from trainium_trainer.loop.schedule import compute_learning_rate, compute_rate_factor
 
 START = Position(step=0, samples=0, tokens=0)
 
@@ -22,11 +22,11 @@ def create_progress(ranks: int, *, steps: int = 10, **batch: Any) -> RunProgress
     fields = {"batch": {"microSize": 1, **batch}, "steps": steps, "schedule": {"warmupSteps": 0}}
     config = TrainingConfig.model_validate(fields)
     launch = read_launch({"RANK": "0", "WORLD_SIZE": str(ranks)})
-    return RunProgress.of(resolve_settings(with_steps(config, None), launch, vocabulary=512))
+    return RunProgress.of(resolve_settings(resolve_steps(config, None), launch, vocabulary=512))
 
 
 def make_step(position: Position, progress: RunProgress) -> Position:
-    batch = progress.next_batch(position.samples)
+    batch = progress.compute_next_batch(position.samples)
     return Position(step=position.step + 1, samples=position.samples + batch, tokens=0, batch=batch)
 
 
@@ -54,10 +54,10 @@ def test_every_sample_is_used_once_and_batches_stay_within_the_tolerance(
         assert count == count_micro_batches(batch, micro_size, ranks), (
             "the last step has equally many, so it uses the same graph"
         )
-        total, is_last = progress.total_steps(position), number == len(history) - 1
+        total, is_last = progress.count_total_steps(position), number == len(history) - 1
         leaves = position.step + max_steps
         while not progress.is_over(position) and (is_last or position.step < leaves):
-            parts = [share.at(position.samples) for share in shares]
+            parts = [share.list_positions(position.samples) for share in shares]
             samples += [sample for part in parts for sample in part]
             assert all(len(part) <= count * micro_size for part in parts)
             new = make_step(position, progress)
@@ -65,7 +65,7 @@ def test_every_sample_is_used_once_and_batches_stay_within_the_tolerance(
                 "only the last step has another number"
             )
             assert abs(batch - global_size) <= (tolerance + 1e-6) * global_size
-            assert progress.total_steps(new) == total, "the total is known from the first step at a size"
+            assert progress.count_total_steps(new) == total, "the total is known from the first step at a size"
             position = new
         if progress.is_over(position):
             assert position.step == total
@@ -79,10 +79,10 @@ def test_without_a_tolerance_steps_count_global_batches(
     batch = step_batch_size(global_size, micro_size, ranks)
     progress = RunProgress(batch=batch, steps=steps)
     position = Position(step=step, samples=step * global_size, tokens=0)
-    assert progress.next_batch(position.samples) == global_size
+    assert progress.compute_next_batch(position.samples) == global_size
     assert progress.is_over(position) == (step >= steps)
-    assert (progress.completed_steps(position), progress.total_steps(position)) == (step, steps)
-    assert isinstance(progress.completed_steps(position), int), "the schedule computes with integer steps"
+    assert (progress.count_completed_steps(position), progress.count_total_steps(position)) == (step, steps)
+    assert isinstance(progress.count_completed_steps(position), int), "the schedule computes with integer steps"
     imported = Position(step=step, samples=0, tokens=0)
     assert progress.is_over(imported) == (step >= steps), "an imported checkpoint does not record its samples"
 
@@ -97,11 +97,11 @@ def test_the_schedule_follows_the_samples() -> None:
     position, rates = START, []
     while not near.is_over(position):
         position = make_step(position, near)
-        rates.append(learning_rate(config, near.completed_steps(position) - 1))
+        rates.append(compute_learning_rate(config, near.count_completed_steps(position) - 1))
     assert len(rates) == 8
-    plain_rates = [learning_rate(config, step) for step in range(9)]
+    plain_rates = [compute_learning_rate(config, step) for step in range(9)]
     assert rates[-1] == plain_rates[-1], "the end of the schedule is the end of the run"
-    assert near.completed_steps(position) == near.steps
+    assert near.count_completed_steps(position) == near.steps
     assert rates[0] == pytest.approx(plain_rates[0] * 9 / 8)
     assert max(rates) <= config.optimizer.learning_rate
 
@@ -110,7 +110,9 @@ def test_the_schedule_follows_the_samples() -> None:
 def test_the_factor_between_two_steps_lies_between_theirs(kind: str) -> None:
     config = TrainingConfig.model_validate({"steps": 40, "schedule": {"kind": kind, "warmupSteps": 10}})
     for step in range(39):
-        factors = [rate_factor(config.schedule, steps=40, step=step + part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        factors = [
+            compute_rate_factor(config.schedule, steps=40, step=step + part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)
+        ]
         assert factors == sorted(factors) or factors == sorted(factors, reverse=True)
-        assert factors[0] == rate_factor(config.schedule, steps=40, step=step)
+        assert factors[0] == compute_rate_factor(config.schedule, steps=40, step=step)
         assert 0.0 < max(factors) <= 1.0

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.optimizer import ScheduleConfig, ScheduleKind
-from trainium_trainer.loop.schedule import learning_rate, rate_factor
+from trainium_trainer.loop.schedule import compute_learning_rate, compute_rate_factor
 
 
 def factors(steps: int, **fields: object) -> list[float]:
     schedule = ScheduleConfig.model_validate(fields)
-    return [rate_factor(schedule, steps=steps, step=step) for step in range(steps)]
+    return [compute_rate_factor(schedule, steps=steps, step=step) for step in range(steps)]
 
 
 def test_the_cosine_schedule_falls_to_its_floor() -> None:
@@ -46,7 +46,7 @@ def test_hlat_has_its_published_learning_rates() -> None:
     """Peak 3e-4 after 2,000 steps, 3e-5 from step 480,000 on, 500,000 steps."""
     schedule = {"warmupSteps": 2000, "decaySteps": 478_000, "finalRatio": 0.1}
     config = TrainingConfig.model_validate({"steps": 500_000, "schedule": schedule})
-    rates = {step: learning_rate(config, step - 1) for step in (1, 1000, 2000, 241_000, 480_000, 500_000)}
+    rates = {step: compute_learning_rate(config, step - 1) for step in (1, 1000, 2000, 241_000, 480_000, 500_000)}
     assert rates == pytest.approx(
         {1: 1.5e-7, 1000: 1.5e-4, 2000: 3e-4, 241_000: 1.65e-4, 480_000: 3e-5, 500_000: 3e-5}, rel=1e-12
     )

@@ -13,7 +13,7 @@ from tests.testing.trainer.base_models import SPECIAL_TOKENS, save_family
 from trainium_contract.models.families import FAMILIES, PRESETS
 from trainium_contract.models.parameters import HEAD, count_parameters, parameter_sizes
 from trainium_contract.trainer.model import ModelPreset
-from trainium_trainer.models.huggingface import shape_of_document, to_config
+from trainium_trainer.models.huggingface import parse_shape, to_config
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.weights.base import BaseWeights
 
@@ -216,7 +216,7 @@ def test_an_exported_model_gives_the_same_logits_in_transformers(case: str, tmp_
     expected = reference(draw_tokens()).logits
     assert type(reference).__name__ == FAMILIES[model.shape.family].architecture
     assert (model(draw_tokens()) - expected).abs().max() <= 1e-5 * max(1.0, float(expected.std()))
-    assert shape_of_document(to_config(model.shape), "x") == model.shape
+    assert parse_shape(to_config(model.shape), "x") == model.shape
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -285,4 +285,4 @@ def test_fields_of_other_families_that_change_nothing_are_accepted(name: str) ->
         "residual_multiplier": 1.0,
     }
     neutral = {field: value for field, value in without.items() if field not in FAMILIES[name].defaults}
-    assert shape_of_document(TINY | {"model_type": name} | neutral, "x").family == name
+    assert parse_shape(TINY | {"model_type": name} | neutral, "x").family == name

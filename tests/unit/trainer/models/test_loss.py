@@ -6,13 +6,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from trainium_trainer.models import loss as loss_module
-from trainium_trainer.models.loss import IGNORED_LABEL, ChunkedLoss, loss_sum
+from trainium_trainer.models.loss import IGNORED_LABEL, ChunkedLoss, compute_loss_sum
 
 
 def test_the_loss_is_a_sum_without_ignored_labels() -> None:
     logits = torch.randn(1, 3, 7)
     expected = -torch.log_softmax(logits[0], -1)[[0, 2], [2, 6]].sum()
-    torch.testing.assert_close(loss_sum(logits, torch.tensor([[2, IGNORED_LABEL, 6]])), expected)
+    torch.testing.assert_close(compute_loss_sum(logits, torch.tensor([[2, IGNORED_LABEL, 6]])), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -22,8 +22,8 @@ def test_loss_and_gradient_are_those_of_torch(single_rank_group: dist.ProcessGro
     labels = torch.randint(0, 11, (2, 5), generator=generator)
     labels[0, 3:] = IGNORED_LABEL
     divided, expected = (values.to(dtype).requires_grad_() for _ in range(2))
-    loss = loss_sum(divided, labels, group=single_rank_group)
-    reference = loss_sum(expected, labels)
+    loss = compute_loss_sum(divided, labels, group=single_rank_group)
+    reference = compute_loss_sum(expected, labels)
     torch.testing.assert_close(loss, reference)
     assert loss.dtype == torch.float32
     (loss / 7).backward()
@@ -35,8 +35,8 @@ def test_loss_and_gradient_are_those_of_torch(single_rank_group: dist.ProcessGro
 
 def test_logits_of_any_size_neither_overflow_nor_lose_the_loss(single_rank_group: dist.ProcessGroup) -> None:
     logits = torch.tensor([[[1e4, 0.0, -1e4]]])
-    assert loss_sum(logits, torch.tensor([[0]]), group=single_rank_group).item() == 0.0
-    assert loss_sum(logits, torch.tensor([[2]]), group=single_rank_group).item() == 2e4
+    assert compute_loss_sum(logits, torch.tensor([[0]]), group=single_rank_group).item() == 0.0
+    assert compute_loss_sum(logits, torch.tensor([[2]]), group=single_rank_group).item() == 2e4
 
 
 @pytest.mark.parametrize("divided", [True, False])
@@ -44,8 +44,8 @@ def test_columns_beyond_the_vocabulary_do_not_count(single_rank_group: dist.Proc
     values = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0))
     labels = torch.randint(0, 8, (2, 5), generator=torch.Generator().manual_seed(1))
     padded, exact = values.clone().requires_grad_(), values[..., :8].clone().requires_grad_()
-    loss = loss_sum(padded, labels, group=single_rank_group if divided else None, vocabulary=8)
-    reference = loss_sum(exact, labels)
+    loss = compute_loss_sum(padded, labels, group=single_rank_group if divided else None, vocabulary=8)
+    reference = compute_loss_sum(exact, labels)
     torch.testing.assert_close(loss, reference)
     loss.backward()
     reference.backward()
@@ -73,7 +73,9 @@ class TestChunkedLoss:
 
         parameters = [weight] if trained else []
         if loss is None:
-            value = loss_sum(project(hidden, slice(0, self.LENGTH)), self.labels, vocabulary=self.VOCABULARY - 3)
+            value = compute_loss_sum(
+                project(hidden, slice(0, self.LENGTH)), self.labels, vocabulary=self.VOCABULARY - 3
+            )
         else:
             value = loss(hidden, project, parameters)
         (3.0 * value).backward()  # type: ignore[no-untyped-call]
@@ -111,7 +113,7 @@ class TestChunkedLoss:
         chunked = ChunkedLoss(self.labels, self.VOCABULARY, None, self.VOCABULARY)
         with torch.no_grad():
             value = chunked(hidden, lambda part, _: self.without_gradient(part), [])
-        torch.testing.assert_close(value, loss_sum(hidden.detach(), self.labels))
+        torch.testing.assert_close(value, compute_loss_sum(hidden.detach(), self.labels))
 
     @staticmethod
     def without_gradient(part: Tensor) -> Tensor:

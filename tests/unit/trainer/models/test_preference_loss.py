@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from trainium_contract.trainer.tuning import ObjectiveConfig
-from trainium_trainer.models.loss import IGNORED_LABEL, token_losses
-from trainium_trainer.models.preference_loss import PairLoss, preference_loss
+from trainium_trainer.models.loss import IGNORED_LABEL, compute_token_losses
+from trainium_trainer.models.preference_loss import PairLoss, compute_preference_loss
 
 PAIRS, LENGTH, VOCABULARY = 4, 9, 11
 
@@ -49,8 +49,8 @@ OBJECTIVES = [ObjectiveConfig(beta=0.1), ObjectiveConfig(beta=0.3, label_smoothi
 
 def compute_loss(objective: ObjectiveConfig, logits: Tensor, rows: slice = slice(None)) -> PairLoss:
     _, labels, answers, references = pairs_with_references()
-    losses = token_losses(logits[rows], labels[rows])
-    return preference_loss(objective, losses, labels[rows], answers=answers[rows], references=references[rows])
+    losses = compute_token_losses(logits[rows], labels[rows])
+    return compute_preference_loss(objective, losses, labels[rows], answers=answers[rows], references=references[rows])
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: f"{objective.kind}-{objective.label_smoothing}")
@@ -91,6 +91,8 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
         def loss(logits: Tensor, objective: ObjectiveConfig = objective) -> Tensor:
             table = -torch.log_softmax(logits, -1)
             losses = table.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels >= 0)
-            return preference_loss(objective, losses, labels, answers=answers, references=references.double()).loss
+            return compute_preference_loss(
+                objective, losses, labels, answers=answers, references=references.double()
+            ).loss
 
         assert torch.autograd.gradcheck(loss, (exact_logits,))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainium_trainer.cli import run as run_command
-from trainium_trainer.monitor.plot import XAxis, loss_difference, read_history, running_mean
+from trainium_trainer.monitor.plot import XAxis, compute_loss_difference, compute_running_mean, read_history
 
 
 def write_run(folder: Path, steps: int = 6, **changes: Any) -> Path:
@@ -28,7 +28,7 @@ def write_run(folder: Path, steps: int = 6, **changes: Any) -> Path:
 
 def test_a_history_has_measured_values_and_restarts(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "one"))
-    assert history.values("validationLoss") == ([2, 4, 6], [4.0, 2.0, 8.0 / 6])
+    assert history.list_values("validationLoss") == ([2, 4, 6], [4.0, 2.0, 8.0 / 6])
     assert history.restarts == [4]
     assert history.name == read_history(tmp_path / "one" / "metrics.jsonl").name == "one"
 
@@ -40,7 +40,7 @@ def test_an_incomplete_line_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_running_mean_is_of_the_newest_values() -> None:
-    assert running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+    assert compute_running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -69,7 +69,7 @@ def test_figures_of_models_are_drawn_over_tokens_with_their_standard_errors(tmp_
     (run / "artifacts/step-4/milestone.json").write_text('{"figures": [{"na')
     history = read_history(run, XAxis.TOKENS)
     assert set(history.evaluations) == {"mmlu acc"}
-    assert history.figures("mmlu acc") == ([200, 600], [0.25, 0.5], [0.02, 0.02])
+    assert history.list_figures("mmlu acc") == ([200, 600], [0.25, 0.5], [0.02, 0.02])
     picture = tmp_path / "picture.svg"
     assert run_command(["plot", str(run), "--by", "tokens", "--output", str(picture)]) == 0
     assert "evaluation of models, with standard errors" in picture.read_text()
@@ -80,7 +80,7 @@ def test_runs_of_other_batches_are_compared_at_the_same_tokens(tmp_path: Path) -
     (tmp_path / "other").mkdir()
     lines = [{"step": step, "loss": 1.0, "tokens": step * 150} for step in range(1, 6)]
     (tmp_path / "other" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tokens, differences = loss_difference(first, read_history(tmp_path / "other", XAxis.TOKENS))
+    tokens, differences = compute_loss_difference(first, read_history(tmp_path / "other", XAxis.TOKENS))
     assert tokens == [150, 300, 450, 600], "the first run has fewer than 750 tokens"
     assert differences == pytest.approx([1 - (9.0 + 4.5) / 2, 1 - 3.0, 1 - (2.25 + 1.8) / 2, 1 - 1.5])
 

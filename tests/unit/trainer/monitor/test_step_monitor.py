@@ -12,19 +12,19 @@ import torch
 from trainium_contract.trainer.monitor import MonitorConfig
 from trainium_contract.wire.messages import AlertKind
 from trainium_trainer.monitor.json_lines import LineWriter
-from trainium_trainer.monitor.step_metrics import StepMetrics, perplexity
+from trainium_trainer.monitor.step_metrics import StepMetrics, compute_perplexity
 from trainium_trainer.monitor.step_monitor import (
     JobDevices,
     MonitorAlert,
     MonitorState,
     StepMonitor,
+    create_stability_rules,
     read_monitor_state,
-    stability_rules,
 )
 from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
 
 CONFIG = MonitorConfig(spike_window=5, spike_event_steps=3)
-RULES = stability_rules(CONFIG)
+RULES = create_stability_rules(CONFIG)
 CPU = JobDevices(torch.device("cpu"), count=4, nodes=2, peak=None)
 
 
@@ -125,6 +125,6 @@ def test_a_line_has_measured_values_and_only_numbers_of_json() -> None:
 
 
 def test_perplexity_is_the_exponential_of_the_loss() -> None:
-    assert perplexity(0.0) == 1.0
-    assert perplexity(2.0) == pytest.approx(7.389056)
-    assert perplexity(None) is perplexity(1e9) is None
+    assert compute_perplexity(0.0) == 1.0
+    assert compute_perplexity(2.0) == pytest.approx(7.389056)
+    assert compute_perplexity(None) is compute_perplexity(1e9) is None

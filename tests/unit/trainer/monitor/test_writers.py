@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainium_trainer.monitor.json_lines import first_line, newest_lines
+from trainium_trainer.monitor.json_lines import read_first_line, read_newest_lines
 from trainium_trainer.monitor.step_metrics import StepMetrics
 from trainium_trainer.monitor.writers import METRICS_NAME, Recorder, ScalarWriter
 
@@ -68,15 +68,15 @@ def test_a_resume_adds_the_samples_of_its_step_that_no_rank_recorded(
 
 def test_a_run_without_files_has_no_history(tmp_path: Path) -> None:
     assert not Recorder.is_missing_line(tmp_path, 3)
-    assert (newest_lines(tmp_path / METRICS_NAME, 5), first_line(tmp_path / METRICS_NAME)) == ([], None)
+    assert (read_newest_lines(tmp_path / METRICS_NAME, 5), read_first_line(tmp_path / METRICS_NAME)) == ([], None)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 def test_the_newest_lines_come_oldest_first(tmp_path: Path, count: int) -> None:
     write(tmp_path / METRICS_NAME, [record(step) for step in (1, 2, 3)])
 
-    assert [line["step"] for line in newest_lines(tmp_path / METRICS_NAME, count)] == [1, 2, 3][-count:]
-    assert first_line(tmp_path / METRICS_NAME)["step"] == 1
+    assert [line["step"] for line in read_newest_lines(tmp_path / METRICS_NAME, count)] == [1, 2, 3][-count:]
+    assert read_first_line(tmp_path / METRICS_NAME)["step"] == 1
 
 
 def create_recorder(root: Path, dp_rank: int, step: int, fallback: Path) -> Recorder:
@@ -125,7 +125,7 @@ def test_samples_of_a_node_that_is_back_are_put_in_the_order_of_their_steps(tmp_
     fallback_1 = write_fallback_of_rank_1(tmp_path)
     write(tmp_path / "samples-1.jsonl", [{"step": step, "samples": [2 * step]} for step in (1, 2, 4, 5)])
     restarted = create_recorder(tmp_path, 1, 5, fallback_1)
-    restarted.samples(6, [12])
+    restarted.record_samples(6, [12])
     restarted.close()
     records = read_lines(tmp_path / "samples-1.jsonl")
     assert [(line["step"], line["samples"]) for line in records] == [

@@ -303,7 +303,7 @@ def test_a_start_that_ended_before_its_tracker_process_is_shown(tmp_path: Path) 
         trackers=(Tracker.MLFLOW,), project="team", name="llama", run_id=RUN_ID, notice="", config={}, facts={},
         metrics=str(tmp_path / "metrics.jsonl"), start="because of Resize",
     )  # fmt: skip
-    assert Notes(run).text() == "### Starts\n- start 1: because of Hang\n- start 2: because of Resize"
+    assert Notes(run).format_text() == "### Starts\n- start 1: because of Hang\n- start 2: because of Resize"
 
 
 @pytest.mark.parametrize("tracker", Tracker)

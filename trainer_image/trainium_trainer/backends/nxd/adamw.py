@@ -47,7 +47,7 @@ class GraphAdamW(Optimizer):
     """Called at the end of `step`, before the weights are sent to other ranks."""
 
     def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **defaults: Any) -> None:
-        """Create the moments; `defaults` are those of `adamw_settings`."""
+        """Create the moments; `defaults` are those of `list_adamw_settings`."""
         super().__init__(params, defaults)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -84,7 +84,7 @@ class GraphAdamW(Optimizer):
             old.copy_(torch.where(scalars.finite, new.to(old.dtype), old))
 
 
-def adamw_settings(config: OptimizerConfig) -> dict[str, Any]:
+def list_adamw_settings(config: OptimizerConfig) -> dict[str, Any]:
     """Return the settings that are constant during a run."""
     return {
         "lr": config.learning_rate,

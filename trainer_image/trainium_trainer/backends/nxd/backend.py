@@ -27,8 +27,8 @@ from trainium_trainer.backends.nxd.adamw import UpdateScalars
 from trainium_trainer.backends.nxd.device import XlaDevice
 from trainium_trainer.backends.nxd.finetune_llama import build_finetune_llama
 from trainium_trainer.backends.nxd.groups import create_groups
-from trainium_trainer.backends.nxd.layout.divisions import divisions
-from trainium_trainer.backends.nxd.llama import apply_recompute, build_llama, loss_sum
+from trainium_trainer.backends.nxd.layout.divisions import find_divisions
+from trainium_trainer.backends.nxd.llama import apply_recompute, build_llama, compute_loss_sum
 from trainium_trainer.backends.nxd.partial_gradients import PartialGradients
 from trainium_trainer.backends.nxd.regions import NxdRegion
 from trainium_trainer.backends.nxd.state import NxdState
@@ -41,9 +41,9 @@ from trainium_trainer.backends.nxd.stores import (
     square_sum,
 )
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.dropout import dropout, sample_keys
-from trainium_trainer.models.initialization import initial_slice
-from trainium_trainer.tuning.apply import initial_adapter
+from trainium_trainer.models.dropout import apply_dropout, sample_keys
+from trainium_trainer.models.initialization import draw_initial_slice
+from trainium_trainer.tuning.apply import draw_initial_adapter
 from trainium_trainer.tuning.trainable import is_adapter
 from trainium_worker.pulse import Pulse
 
@@ -95,8 +95,8 @@ class NxdBackend:
         self._model.to_empty(device=self._device.device)
         self._model.tie()
         # Done now, because otherwise the first micro-batch would be a separate graph.
-        self._model.rotary_table(self._config.data.sequence_length, self._device.device)
-        parts = [self._named_parameter(name, parameter) for name, parameter in self._model.named_parameters()]
+        self._model.compute_rotary_table(self._config.data.sequence_length, self._device.device)
+        parts = [self._name_parameter(name, parameter) for name, parameter in self._model.named_parameters()]
         trained = [entry for entry in parts if entry.parameter.requires_grad]
         self._frozen = [entry for entry in parts if not entry.parameter.requires_grad]
         apply_recompute(self._model, self._config.recompute)
@@ -124,7 +124,7 @@ class NxdBackend:
     def _check_dropout_masks(self) -> None:
         """Raise UserError if this device's dropout masks differ from a CPU's."""
         keys = sample_keys(torch.arange(_PROBE[0]), self._config.seed)
-        mask = functools.partial(dropout, module=-1, drop_probability=0.5, first_feature=1 << 16)
+        mask = functools.partial(apply_dropout, module=-1, drop_probability=0.5, first_feature=1 << 16)
         (actual,) = self._device.fetch([mask(torch.ones(_PROBE).to(self._device.device), keys.to(self._device.device))])
         if not torch.equal(actual, mask(torch.ones(_PROBE), keys)):
             raise UserError(
@@ -140,10 +140,10 @@ class NxdBackend:
         region = NxdRegion(self._groups.tensor, sequence_parallel=self._sequence_parallel)
         return build_finetune_llama(rank, region, self._trainable, tuning.lora, flash=flash, dtype=dtype)
 
-    def _named_parameter(self, name: str, parameter: nn.Parameter) -> NamedParameter:
+    def _name_parameter(self, name: str, parameter: nn.Parameter) -> NamedParameter:
         rank, width = self._groups.tensor_rank, self._config.tuning.lora.rank
         return NamedParameter(
-            name, parameter, rank.pieces(name, adapter_rank=width), divisions(rank, name, adapter_rank=width)
+            name, parameter, rank.find_pieces(name, adapter_rank=width), find_divisions(rank, name, adapter_rank=width)
         )
 
     @torch.no_grad()
@@ -163,11 +163,11 @@ class NxdBackend:
             if adapter is not None and adapter.has(name):
                 adapter.fill(name, piece.offsets, target)
             elif is_adapter(name):
-                target.copy_(piece.slice_of(initial_adapter(name, size, seed)))
+                target.copy_(piece.slice_of(draw_initial_adapter(name, size, seed)))
             elif base is not None:
                 base.fill(name, piece.offsets, target)
             else:
-                target.copy_(initial_slice(name, piece.offsets, piece.sizes, seed=seed, shape=self._shape))
+                target.copy_(draw_initial_slice(name, piece.offsets, piece.sizes, seed=seed, shape=self._shape))
 
         self.state.fill(write)
 
@@ -182,7 +182,7 @@ class NxdBackend:
         """Record forward and backward of the summed loss; launch them unless the update joins the graph."""
         self._derive_weights()
         with self._pulse.work_with_collectives:
-            loss = self._forward(batch, samples=self._dropout_keys(batch))
+            loss = self._forward(batch, samples=self._create_dropout_keys(batch))
             loss.backward()  # type: ignore[no-untyped-call]
             self._loss += loss.detach()
             if not last:
@@ -199,7 +199,7 @@ class NxdBackend:
 
     def _forward(self, batch: MicroBatch, *, samples: Tensor | None = None) -> Tensor:
         device = self._device.device
-        return loss_sum(
+        return compute_loss_sum(
             self._model,
             batch.inputs.to(device),
             batch.labels.to(device),
@@ -209,7 +209,7 @@ class NxdBackend:
             samples=samples,
         )
 
-    def _dropout_keys(self, batch: MicroBatch) -> Tensor | None:
+    def _create_dropout_keys(self, batch: MicroBatch) -> Tensor | None:
         """Return the keys of the samples for dropout; None without dropout."""
         return (
             sample_keys(batch.sample_positions, self._config.seed).to(self._device.device)
@@ -217,8 +217,8 @@ class NxdBackend:
             else None
         )
 
-    def totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
-        """See `Backend.totals`: one small all-reduce on the host; one rank contributes the tokens of a share."""
+    def sum_totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
+        """See `Backend.sum_totals`: one small all-reduce on the host; one rank contributes the tokens of a share."""
         mine = [self._tokens * self.mesh.counts_loss, stop, memory_ends, vote]
         values = torch.tensor(mine, dtype=torch.float64)
         with self._pulse.waiting_for_peers:
@@ -232,7 +232,7 @@ class NxdBackend:
     def step(self, *, divisor: int, learning_rate: float, clip_norm: float) -> StepOutcome:
         """See `Backend.step`."""
         with self._pulse.work_with_collectives:
-            gradients = self._store.gradients()
+            gradients = self._store.list_gradients()
             finite = torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()
             own_loss = self._loss.clone()
             self._partial_gradients.all_reduce(gradients)
@@ -254,11 +254,11 @@ class NxdBackend:
         outcome = StepOutcome(loss / divisor if divisor else math.nan, norm)
         if not outcome.applied:
             is_finite = bool(local_finite) if math.isfinite(loss) else math.isfinite(local_norm)
-            outcome = replace(outcome, nonfinite_ranks=self._nonfinite_ranks(is_finite=is_finite))
+            outcome = replace(outcome, nonfinite_ranks=self._find_nonfinite_ranks(is_finite=is_finite))
         self.state.step += outcome.applied
         return outcome
 
-    def _nonfinite_ranks(self, *, is_finite: bool) -> tuple[int, ...]:
+    def _find_nonfinite_ranks(self, *, is_finite: bool) -> tuple[int, ...]:
         """Return the ranks that pass False. Collective."""
         flags = torch.zeros(self.mesh.world_size, dtype=torch.int32)
         flags[self.mesh.rank] = not is_finite
@@ -272,9 +272,11 @@ class NxdBackend:
         loss = self._loss.clone()
         dist.all_reduce(loss, group=self._groups.data)
         scale = per_token * self.mesh.dp_size  # gradients are means over the data-parallel ranks
-        norm = self._norm(squares) * scale
+        norm = self._reduce_norm(squares) * scale
         finite = torch.isfinite(loss) & torch.isfinite(norm) & torch.isfinite(per_token)
-        self._device.after_sync(self._record_values, torch.stack([loss, norm, own_loss, own_finite.to(loss.dtype)]))
+        self._device.call_after_sync(
+            self._record_values, torch.stack([loss, norm, own_loss, own_finite.to(loss.dtype)])
+        )
         return UpdateScalars(
             learning_rate=learning_rate,
             gradient_scale=scale * torch.clamp(clip_norm / (norm + 1e-6), max=1.0),
@@ -283,7 +285,7 @@ class NxdBackend:
             finite=finite,
         )
 
-    def _norm(self, squares: Tensor) -> Tensor:
+    def _reduce_norm(self, squares: Tensor) -> Tensor:
         """Return the norm over all ranks, on the device."""
         total = squares.clone()
         if self.mesh.dp_mode is not DataParallelMode.REPLICATED:
@@ -306,24 +308,24 @@ class NxdBackend:
                 tokens += batch.valid_tokens
                 self._device.sync()
             dist.all_reduce(loss, group=self._groups.data)
-            self._device.after_sync(self._record_values, loss.reshape(1))
+            self._device.call_after_sync(self._record_values, loss.reshape(1))
             self._device.sync()
         counted = torch.tensor(tokens * self.mesh.counts_loss)
         with self._pulse.waiting_for_peers:
             dist.all_reduce(counted, group=self._groups.host)
         return Evaluation(self._values[0] / int(counted) if counted else math.nan)
 
-    def reference_log_probs(self, batches: Iterable[MicroBatch]) -> Tensor:  # noqa: ARG002 - as `Backend` has it
+    def compute_reference_log_probs(self, batches: Iterable[MicroBatch]) -> Tensor:  # noqa: ARG002 - as `Backend` has it
         """Refuse, as `limits` does before anything runs. Raises UserError."""
         raise UserError("backend Nxd has no loss on pairs of answers: set backend to Native")
 
     @torch.no_grad()
-    def parameter_norm(self) -> float:
-        """See `Backend.parameter_norm`."""
+    def compute_parameter_norm(self) -> float:
+        """See `Backend.compute_parameter_norm`."""
         states = self._store.states
         with self._pulse.work_with_collectives:
-            norm = self._norm(square_sum([entry.master for entry in states], [entry.pieces for entry in states]))
-            self._device.after_sync(self._record_values, norm.reshape(1))
+            norm = self._reduce_norm(square_sum([entry.master for entry in states], [entry.pieces for entry in states]))
+            self._device.call_after_sync(self._record_values, norm.reshape(1))
             self._device.sync()
         return self._values[0]
 

@@ -3,7 +3,7 @@
 On XLA an operation is only recorded; `sync` compiles and launches the operations since the last one.
 
 Guarantees:
-- Values leave the device only in `fetch` and in closures of `after_sync`, so that no graph is broken in two.
+- Values leave the device only in `fetch` and in closures of `call_after_sync`, so that no graph is broken in two.
 - With NXD_CPU_MODE=1 (NxD on plain CPU tensors) operations run at once and these methods are trivial.
 """
 
@@ -36,11 +36,11 @@ class XlaDevice:
         return self.is_lazy and os.environ.get("PJRT_DEVICE") == "NEURON"
 
     def sync(self) -> None:
-        """Launch the recorded operations, then run the closures of `after_sync`."""
+        """Launch the recorded operations, then run the closures of `call_after_sync`."""
         if self.is_lazy:
             torch_xla.sync()
 
-    def after_sync(self, closure: Callable[[Tensor], None], value: Tensor) -> None:
+    def call_after_sync(self, closure: Callable[[Tensor], None], value: Tensor) -> None:
         """Call `closure` with `value` once the graph that computes it was launched (a step closure)."""
         if self.is_lazy:
             xm.add_step_closure(closure, args=(value,))

@@ -5,8 +5,8 @@ these rows (key and value heads with more ranks than heads, an adapter's whole m
 their number, and number and rows are constants of the graph. Such data-parallel ranks have separate graphs.
 
 Guarantees:
-- The functions with which the store divides (`norm_terms`, `shared_rows`) decide it, so no rank with different graphs
-  is missed.
+- The functions with which the store divides (`list_norm_terms`, `find_shared_rows`) decide it, so no rank with
+  different graphs is missed.
 - The module imports neither torch nor NxD.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.backends.nxd.layout.parameter_names import Projections, list_parameters
-from trainium_trainer.backends.nxd.layout.pieces import TensorRank, norm_terms, shared_rows
+from trainium_trainer.backends.nxd.layout.pieces import TensorRank, find_shared_rows, list_norm_terms
 from trainium_trainer.backends.nxd.limits import SCATTERED, check_node_size
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ TOOL = "neuron_parallel_compile"
 """The tool of torch-neuronx that extracts the graphs of a program and compiles them."""
 
 
-def tool_command(program: Sequence[str], scratch: str) -> list[str]:
+def build_tool_command(program: Sequence[str], scratch: str) -> list[str]:
     """Return the command line that extracts a program's graphs; `scratch` is a folder for it alone."""
     # The tool first removes its folder, by default the user's.
     return [TOOL, "--parallel_compile_workdir", f"{scratch}/graphs", *program]
 
 
-def environment(rank: int, world: int, local_world: int) -> dict[str, str]:
+def build_environment(rank: int, world: int, local_world: int) -> dict[str, str]:
     """Return the launcher's variables for torch-xla and the Neuron plug-in; with a file store, because no peer runs."""
     return {
         "RANK": str(rank),
@@ -50,13 +50,13 @@ def environment(rank: int, world: int, local_world: int) -> dict[str, str]:
     }
 
 
-def tensor_rank_stride(settings: Settings) -> int:
+def compute_tensor_rank_stride(settings: Settings) -> int:
     """Return the distance between the ranks of a tensor-parallel group in NxD on trn1. Raises UserError."""
     check_node_size(settings.config, settings.launch.local_world_size)
     return settings.launch.local_world_size // SCATTERED if settings.config.parallelism.tensor == SCATTERED else 1
 
 
-def ranks_with_distinct_graphs(settings: Settings) -> tuple[int, ...]:
+def find_ranks_with_distinct_graphs(settings: Settings) -> tuple[int, ...]:
     """Return the first data-parallel rank of each distinct graph on backend Nxd; rank 0 comes first."""
     config, size = settings.config, settings.dp_size
     if size == 1 or config.data_parallel is DataParallelMode.REPLICATED:
@@ -66,14 +66,16 @@ def ranks_with_distinct_graphs(settings: Settings) -> tuple[int, ...]:
     if not config.tuning.freezes:
         names = list_parameters(settings.shape, Projections.FUSED)
     # Layers are equal, so the set is small.
-    parameters = {rank.pieces(name, adapter_rank=width) for name in {_first_layer_name(name) for name in names}}
+    parameters = {
+        rank.find_pieces(name, adapter_rank=width) for name in {_replace_layer_by_first(name) for name in names}
+    }
     ordered = sorted(parameters, key=lambda pieces: pieces[0].name)
     kinds: dict[object, int] = {}
     for number in range(size):
         rank_pieces = [_clip_to_rank(pieces, number, size) for pieces in ordered]
-        sums = tuple(norm_terms(pieces) for pieces in rank_pieces)
+        sums = tuple(list_norm_terms(pieces) for pieces in rank_pieces)
         shared = (
-            tuple(shared_rows(pieces, rank.size) for pieces in rank_pieces)
+            tuple(find_shared_rows(pieces, rank.size) for pieces in rank_pieces)
             if config.precision.has_bfloat16_state
             else ()
         )
@@ -88,7 +90,7 @@ def _clip_to_rank(pieces: tuple[Piece, ...], number: int, size: int) -> tuple[Pi
     return tuple(piece for piece in overlaps if piece is not None)
 
 
-def _first_layer_name(name: str) -> str:
+def _replace_layer_by_first(name: str) -> str:
     """Return the same parameter of the first layer."""
     parts = name.split(".")
     return ".".join([*parts[:2], "0", *parts[3:]]) if parts[1] == "layers" else name

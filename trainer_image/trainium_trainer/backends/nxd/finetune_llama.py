@@ -103,7 +103,7 @@ class FusedProjections(nn.Module):
             for part, output in zip(self._parts, outputs, strict=True)
         ]
         return [
-            output + part.adapter_output(x, context) if isinstance(part, AdaptedLinear) else output
+            output + part.compute_adapter_output(x, context) if isinstance(part, AdaptedLinear) else output
             for part, output in zip(self._parts, outputs, strict=True)
         ]
 
@@ -131,14 +131,15 @@ class FinetuneAttention(nn.Module):
         """Map [batch, sequence, hidden], or [sequence part, batch, hidden], to the same shape."""
         projected = self.qkv_proj(self._region.enter(x), context)
         query, key, value = (
-            self._heads(part, norm) for part, norm in zip(projected, (self.q_norm, self.k_norm, None), strict=True)
+            self._divide_into_heads(part, norm)
+            for part, norm in zip(projected, (self.q_norm, self.k_norm, None), strict=True)
         )
         mask = build_mask(context, self._window)
         mixed = self.core(rotate(query, context), rotate(key, context), value, mask)
         joined = mixed.permute(2, 0, 1, 3) if self._region.sequence_parallel else mixed.transpose(1, 2)
         return self._region.leave(self.o_proj(joined.flatten(2), context))
 
-    def _heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:
+    def _divide_into_heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:
         """To [batch, heads, sequence, width]."""
         heads = projected.reshape(*projected.shape[:2], -1, self._head_dim)
         heads = heads if norm is None else norm(heads)
@@ -168,20 +169,20 @@ def _shard_projection(projection: Linear, name: str, rank: TensorRank, region: N
     dtype = projection.weight.dtype
     if isinstance(projection, AdaptedLinear):
         half = projection.lora_A if cut.dimension else projection.lora_B
-        half.weight = _empty_chunk(half.weight, cut.dimension, cut.length)
-        projection.lora_A.part = projection.lora_B.part = functools.partial(_as_type, dtype=dtype)
+        half.weight = _create_empty_chunk(half.weight, cut.dimension, cut.length)
+        projection.lora_A.part = projection.lora_B.part = functools.partial(_convert_weight, dtype=dtype)
         projection.first_feature = cut.offset if cut.dimension else 0
         projection.sequence_dimension = 0 if region.sequence_parallel else 1
-    projection.weight = _empty_chunk(projection.weight, cut.dimension, cut.length)
+    projection.weight = _create_empty_chunk(projection.weight, cut.dimension, cut.length)
     if projection.bias is not None:  # of outputs, which are divided
-        projection.bias = _empty_chunk(projection.bias, 0, cut.length)
+        projection.bias = _create_empty_chunk(projection.bias, 0, cut.length)
     return projection
 
 
-def _empty_chunk(weight: Tensor, dimension: int, length: int) -> nn.Parameter:
+def _create_empty_chunk(weight: Tensor, dimension: int, length: int) -> nn.Parameter:
     """Return a parameter without values of the size of a chunk, on the meta device like the whole."""
     return nn.Parameter(weight.detach().narrow(dimension, 0, length).clone(), requires_grad=weight.requires_grad)
 
 
-def _as_type(weight: Tensor, *, dtype: torch.dtype) -> Tensor:
+def _convert_weight(weight: Tensor, *, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype)

@@ -60,7 +60,7 @@ class CoreAttention(nn.Module):
             key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
         length, width = query.shape[-2:]
         if mask is None and self._flash and length % _FLASH_LENGTH == 0 and width <= _FLASH_HEAD:
-            return _flash_attention(query, key, value)
+            return _compute_flash_attention(query, key, value)
         scores = query @ key.transpose(-1, -2) * width**-0.5
         if mask is None:
             mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
@@ -69,7 +69,7 @@ class CoreAttention(nn.Module):
         return mixed
 
 
-def _flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _compute_flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func  # noqa: PLC0415 - compiled for Neuron only
 
     turned = (heads.transpose(-1, -2) for heads in (query, key, value))
@@ -107,14 +107,15 @@ class NxdAttention(nn.Module):
             outputs = self.qkv_proj.weight_qkv.shape[0]
             self.qkv_proj.bias_qkv = nn.Parameter(torch.empty(outputs, dtype=dtype))
         self.core = CoreAttention(flash=flash)
-        self.o_proj = _row(query, shape.hidden_size, sequence_parallel=sequence_parallel, dtype=dtype)
-        self.q_norm, self.k_norm = head_norms(shape, dtype)
+        self.o_proj = _create_row_linear(query, shape.hidden_size, sequence_parallel=sequence_parallel, dtype=dtype)
+        self.q_norm, self.k_norm = create_head_norms(shape, dtype)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Map [batch, sequence, hidden] or [sequence part, batch, hidden] to the same shape."""
         projected = self.qkv_proj(x)
         query, key, value = (
-            self._heads(part, norm) for part, norm in zip(projected, (self.q_norm, self.k_norm, None), strict=True)
+            self._divide_into_heads(part, norm)
+            for part, norm in zip(projected, (self.q_norm, self.k_norm, None), strict=True)
         )
         mask = build_mask(context, self._window)
         mixed = self.core(rotate(query, context), rotate(key, context), value, mask)
@@ -122,7 +123,7 @@ class NxdAttention(nn.Module):
         out: Tensor = self.o_proj(joined.flatten(2).contiguous())
         return out
 
-    def _heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:
+    def _divide_into_heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:
         """Reshape to [batch, heads, sequence, width]."""
         heads = _ContiguousGradient.apply(projected).unflatten(-1, (-1, self._head_dim))  # type: ignore[no-untyped-call]
         heads = heads if norm is None else norm(heads)
@@ -130,7 +131,7 @@ class NxdAttention(nn.Module):
         return turned
 
 
-def head_norms(shape: ModelShape, dtype: torch.dtype) -> tuple[RMSNorm | None, RMSNorm | None]:
+def create_head_norms(shape: ModelShape, dtype: torch.dtype) -> tuple[RMSNorm | None, RMSNorm | None]:
     """Create the norms of queries and keys, if the model has them."""
     if shape.query_key_norm is QueryKeyNorm.NONE:
         return None, None
@@ -149,10 +150,10 @@ class NxdMLP(nn.Module):
     def __init__(self, shape: ModelShape, *, sequence_parallel: bool, dtype: torch.dtype) -> None:
         super().__init__()
         width = shape.intermediate_size
-        self.gate_up_proj = _column(
+        self.gate_up_proj = _create_column_linear(
             shape.hidden_size, 2 * width, sequence_parallel=sequence_parallel, dtype=dtype, stride=2
         )
-        self.down_proj = _row(width, shape.hidden_size, sequence_parallel=sequence_parallel, dtype=dtype)
+        self.down_proj = _create_row_linear(width, shape.hidden_size, sequence_parallel=sequence_parallel, dtype=dtype)
 
     def forward(self, x: Tensor, _: AttentionContext) -> Tensor:
         """Return a tensor of the size of `x`."""
@@ -161,7 +162,9 @@ class NxdMLP(nn.Module):
         return out
 
 
-def _column(width: int, outputs: int, *, sequence_parallel: bool, dtype: torch.dtype, stride: int = 1) -> nn.Module:
+def _create_column_linear(
+    width: int, outputs: int, *, sequence_parallel: bool, dtype: torch.dtype, stride: int = 1
+) -> nn.Module:
     """Create a projection whose outputs are divided."""
     # Without sequence parallelism the gradient of the input is summed in `dtype`: for another type, NxD 0.18 sums a
     # copy and continues with this rank's part (`_linear_autograd_bwd_grad_reduce`).
@@ -178,7 +181,7 @@ def _column(width: int, outputs: int, *, sequence_parallel: bool, dtype: torch.d
     return layer
 
 
-def _row(width: int, outputs: int, *, sequence_parallel: bool, dtype: torch.dtype) -> nn.Module:
+def _create_row_linear(width: int, outputs: int, *, sequence_parallel: bool, dtype: torch.dtype) -> nn.Module:
     layer: nn.Module = RowParallelLinear(
         width, outputs, bias=False, input_is_parallel=True, dtype=dtype, **_along_sequence(sequence_parallel)
     )
@@ -213,7 +216,9 @@ def build_llama(rank: TensorRank, *, sequence_parallel: bool, flash: bool, dtype
             assert isinstance(block, nn.Module)
             block.self_attn = NxdAttention(rank, number, sequence_parallel=sequence_parallel, flash=flash, dtype=dtype)
             block.mlp = NxdMLP(shape, sequence_parallel=sequence_parallel, dtype=dtype)
-        model.lm_head = _column(shape.hidden_size, shape.vocab_size, sequence_parallel=sequence_parallel, dtype=dtype)  # type: ignore[assignment]
+        model.lm_head = _create_column_linear(
+            shape.hidden_size, shape.vocab_size, sequence_parallel=sequence_parallel, dtype=dtype
+        )  # type: ignore[assignment]
         model.tie()
     return model
 
@@ -232,17 +237,17 @@ def apply_recompute(model: Llama, mode: Recompute) -> None:
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, again))
     if mode is Recompute.FULL and trained:
         # NxD's recompute computes gradients only if an input requires one, which is not so after a frozen embedding.
-        layers[trained[0]].register_forward_pre_hook(_with_gradient)
+        layers[trained[0]].register_forward_pre_hook(_require_gradient)
 
 
-def _with_gradient(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _require_gradient(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return the arguments of a block, with a gradient required for the first one."""
     if not torch.is_grad_enabled() or args[0].requires_grad:
         return None
     return (args[0].detach().requires_grad_(), *args[1:])
 
 
-def loss_sum(
+def compute_loss_sum(
     model: Llama,
     tokens: Tensor,
     labels: Tensor,

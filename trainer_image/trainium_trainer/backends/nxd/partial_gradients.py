@@ -58,13 +58,13 @@ class PartialGradients:
         """Replace the summands by their sums. Collective."""
         if self._tensor.size() == 1:
             return
-        for bucket in _buckets(gradients, self._everywhere):
+        for bucket in _divide_into_buckets(gradients, self._everywhere):
             _sum(bucket, self._tensor)
-        for bucket in _buckets(gradients, self._repeated):
+        for bucket in _divide_into_buckets(gradients, self._repeated):
             _sum(bucket, parallel_state.get_kv_shared_group())
 
 
-def _buckets(gradients: Sequence[Tensor], locations: Sequence[tuple[int, Piece]]) -> Iterator[list[Tensor]]:
+def _divide_into_buckets(gradients: Sequence[Tensor], locations: Sequence[tuple[int, Piece]]) -> Iterator[list[Tensor]]:
     """Yield the rows in chunks of limited size."""
     bucket: list[Tensor] = []
     for number, piece in locations:

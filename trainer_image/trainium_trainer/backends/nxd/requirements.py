@@ -1,7 +1,7 @@
 """Check that the packages and devices of backend Nxd are present.
 
 Guarantees:
-- `missing_packages` looks names up and imports nothing.
+- `find_missing_packages` looks names up and imports nothing.
 - The error for a missing package names the package and its source.
 """
 
@@ -27,7 +27,7 @@ PACKAGES = ("torch_xla", "neuronx_distributed")
 _NEURON = "NEURON"
 
 
-def missing_packages() -> list[str]:
+def find_missing_packages() -> list[str]:
     """Return the packages that are not installed."""
     return [name for name in PACKAGES if not _is_installed(name)]
 

@@ -15,7 +15,7 @@ import torch
 
 from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS
 from trainium_trainer.checkpoint.format.live_state import TensorPart
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, state_name
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, format_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -44,11 +44,11 @@ class NxdState:
         self._host_copies: list[Tensor] = []
         self._is_uploaded = False
 
-    def _stored_rows(self) -> Iterator[tuple[str, tuple[str, str], StoredRows]]:
+    def _iterate_stored_rows(self) -> Iterator[tuple[str, tuple[str, str], StoredRows]]:
         """Yield checkpoint name, tensor key and rows of every stacked tensor, including those without rows here."""
         for key in self._tensors:
             for stored in self._stored[key[1]]:
-                yield state_name(key[0], stored.piece.name), key, stored
+                yield format_state_name(key[0], stored.piece.name), key, stored
 
     def state_dict(self) -> dict[str, Any]:
         """See `TrainingState.state_dict`; the values are fetched at the first use."""
@@ -61,7 +61,7 @@ class NxdState:
             return lambda: host_copies()[key][piece.start : piece.end]
 
         state: dict[str, Any] = {OPTIMIZER_STEP: self.step}
-        for name, key, stored in self._stored_rows():
+        for name, key, stored in self._iterate_stored_rows():
             piece = stored.piece
             state[name] = TensorPart(
                 load_rows(key, piece),
@@ -75,14 +75,14 @@ class NxdState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy every value; the names must be exactly this state's."""
-        expected = {name for name, _, _ in self._stored_rows()} | {OPTIMIZER_STEP}
+        expected = {name for name, _, _ in self._iterate_stored_rows()} | {OPTIMIZER_STEP}
         if expected != state.keys():
             raise KeyError(sorted(expected ^ state.keys()))
         if state[OPTIMIZER_STEP] is not self.step:
             self.step.copy_(state[OPTIMIZER_STEP])
 
         def copy_loaded(part: str, piece: Piece, target: Tensor) -> None:
-            target.copy_(state[state_name(part, piece.name)].local)
+            target.copy_(state[format_state_name(part, piece.name)].local)
 
         self._replace(copy_loaded)
 
@@ -107,17 +107,17 @@ class NxdState:
         self._host_copies = []
         self._device.sync()
 
-    def local_tensors(self) -> dict[str, Tensor]:
-        """See `TrainingState.local_tensors`; on a device they are copies, and `upload_local_tensors` follows writes."""
+    def list_local_tensors(self) -> dict[str, Tensor]:
+        """See `TrainingState.list_local_tensors`; on a device they are copies: call `upload_local_tensors` after writes."""
         copies = self._fetch()
         if not self._is_uploaded:
             self._host_copies = copies
-        names = [state_name(*key) for key in self._tensors]
+        names = [format_state_name(*key) for key in self._tensors]
         return dict(zip(names, copies, strict=True)) | {OPTIMIZER_STEP: self.step}
 
     @torch.no_grad()
     def upload_local_tensors(self) -> None:
-        """Copy the newest `local_tensors` to the device before the first step."""
+        """Copy the newest `list_local_tensors` to the device before the first step."""
         for tensor, copy in zip(self._tensors.values(), self._host_copies, strict=False):
             if copy.device != tensor.device:
                 tensor.copy_(copy.to(tensor.device))

@@ -19,9 +19,9 @@ from neuronx_distributed.parallel_layers import grads, parallel_state
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from trainium_trainer.backends.nxd.adamw import GraphAdamW, adamw_settings
-from trainium_trainer.backends.nxd.layout.divisions import replicated_rows, zero1_rows
-from trainium_trainer.backends.nxd.layout.pieces import norm_terms, shared_rows
+from trainium_trainer.backends.nxd.adamw import GraphAdamW, list_adamw_settings
+from trainium_trainer.backends.nxd.layout.divisions import find_replicated_rows, find_zero1_rows
+from trainium_trainer.backends.nxd.layout.pieces import find_shared_rows, list_norm_terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -80,7 +80,7 @@ class NxdStateStore(Protocol):
         """The optimizer of the state."""
         ...
 
-    def gradients(self) -> list[Tensor]:
+    def list_gradients(self) -> list[Tensor]:
         """Return this rank's accumulated gradients before the reduction, in the order of the parameters."""
         ...
 
@@ -107,10 +107,10 @@ class NxdReplicatedStore:
             entry.parameter if entry.parameter.dtype == dtype else nn.Parameter(entry.parameter.data.to(dtype))
             for entry in named
         ]
-        self.inner = GraphAdamW(self._masters, **adamw_settings(config))
+        self.inner = GraphAdamW(self._masters, **list_adamw_settings(config))
         self._gradients = [torch.zeros_like(master.data, dtype=torch.float32) for master in self._masters]
         for entry, total in zip(named, self._gradients, strict=True):
-            entry.parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
+            entry.parameter.register_post_accumulate_grad_hook(_create_gradient_hook(total))  # type: ignore[no-untyped-call]
         states = [self.inner.state[master] for master in self._masters]
         self.states = [
             ParameterState(
@@ -119,13 +119,13 @@ class NxdReplicatedStore:
                 master,
                 state["exp_avg"],
                 state["exp_avg_sq"],
-                replicated_rows(entry.pieces, entry.divisions),
+                find_replicated_rows(entry.pieces, entry.divisions),
             )
             for entry, master, state in zip(named, self._masters, states, strict=True)
         ]
 
-    def gradients(self) -> list[Tensor]:
-        """See `NxdStateStore.gradients`."""
+    def list_gradients(self) -> list[Tensor]:
+        """See `NxdStateStore.list_gradients`."""
         return self._gradients
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ class NxdReplicatedStore:
             gradient.zero_()
 
 
-def _adder(total: Tensor) -> Callable[[Tensor], None]:
+def _create_gradient_hook(total: Tensor) -> Callable[[Tensor], None]:
     """Return a hook that adds a parameter's gradient to `total` and frees it."""
 
     def add(parameter: Tensor) -> None:
@@ -180,7 +180,7 @@ class Zero1Store:
             bucket_cap_mb_all_gather=max(1, _BUCKET_MIB // size),
             use_grad_acc_hook=True,
             save_master_weights=True,
-            **adamw_settings(config),
+            **list_adamw_settings(config),
         )
         self.inner: GraphAdamW = self._optimizer.base_optimizer
         self._shards: list[nn.Parameter] = self.inner.param_groups[0]["params"]
@@ -189,14 +189,14 @@ class Zero1Store:
             rows, state = shard.shape[0], self.inner.state[shard]
             overlaps = [piece.within(rank * rows, (rank + 1) * rows) for piece in entry.pieces]
             pieces = tuple(piece for piece in overlaps if piece is not None)
-            stored = zero1_rows(entry.pieces, entry.divisions, rank, rows)
+            stored = find_zero1_rows(entry.pieces, entry.divisions, rank, rows)
             self.states.append(ParameterState(entry.name, pieces, shard, state["exp_avg"], state["exp_avg_sq"], stored))
             # The library would create them in the first backward pass, which would then be a separate graph.
             gradient = torch.zeros(entry.parameter.shape, device=entry.parameter.device)
             shard.main_grad = entry.parameter.main_grad = gradient  # type: ignore[attr-defined]
 
-    def gradients(self) -> list[Tensor]:
-        """See `NxdStateStore.gradients`."""
+    def list_gradients(self) -> list[Tensor]:
+        """See `NxdStateStore.list_gradients`."""
         gradients: list[Tensor] = [shard.main_grad for shard in self._shards]  # type: ignore[attr-defined]
         return gradients
 
@@ -219,7 +219,7 @@ class Zero1Store:
 
     def zero_grad(self) -> None:
         """See `NxdStateStore.zero_grad`."""
-        for gradient in self.gradients():
+        for gradient in self.list_gradients():
             gradient.zero_()
 
 
@@ -237,11 +237,11 @@ def square_sum(tensors: Sequence[Tensor], pieces: Sequence[tuple[Piece, ...]]) -
     """Return the sum of squares in float32; values on several tensor-parallel ranks are divided by their number."""
     terms = []
     for tensor, parts in zip(tensors, pieces, strict=True):
-        terms += [_squares(tensor[start:end]) / replicas for start, end, replicas in norm_terms(parts)]
+        terms += [_sum_squares(tensor[start:end]) / replicas for start, end, replicas in list_norm_terms(parts)]
     return torch.stack(terms).sum()
 
 
-def _squares(values: Tensor) -> Tensor:
+def _sum_squares(values: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(values.float())
     return norm * norm
 
@@ -259,7 +259,7 @@ class SharedRowSync:
         fully_replicated_rows: list[Tensor] = []
         kv_shared_rows: list[Tensor] = []
         for entry in states:
-            for start, end, all_hold in shared_rows(entry.pieces, tensor.size()):
+            for start, end, all_hold in find_shared_rows(entry.pieces, tensor.size()):
                 (fully_replicated_rows if all_hold else kv_shared_rows).append(entry.master.detach()[start:end])
         self._groups = [(tensor, fully_replicated_rows)]
         if kv_shared_rows:

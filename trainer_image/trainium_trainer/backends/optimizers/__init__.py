@@ -91,7 +91,7 @@ def update_rounded(
     slot: Slot, rounding: Rounding, step: int, update: Callable[[Tensor, Tensor, Sequence[Tensor]], None]
 ) -> None:
     """Call `update` on float32 copies of weight, gradient and moments, piece by piece, and round the results."""
-    generator = noise_generator(rounding.seed, step, slot.key, slot.weight.device)
+    generator = create_noise_generator(rounding.seed, step, slot.key, slot.weight.device)
     state = [part.view(-1) for part in (slot.weight, *slot.moments)]
     for start in range(0, slot.weight.numel(), _PIECE_VALUES):
         targets = [part[start : start + _PIECE_VALUES] for part in state]
@@ -101,18 +101,18 @@ def update_rounded(
             for target, result in zip(targets, results, strict=True):
                 target.copy_(result)
             continue
-        noise = noise_like(results[0], generator)
+        noise = draw_noise_like(results[0], generator)
         for share, (target, result) in enumerate(zip(targets, results, strict=True)):
             round_into(target, result, noise, share=share)
 
 
-def noise_generator(seed: int, step: int, key: str, device: torch.device) -> torch.Generator:
+def create_noise_generator(seed: int, step: int, key: str, device: torch.device) -> torch.Generator:
     """Create the generator of the noise of one value at one step."""
     digest = hashlib.blake2b(f"{seed}:{step}:{key}".encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def noise_like(value: Tensor, generator: torch.Generator) -> Tensor:
+def draw_noise_like(value: Tensor, generator: torch.Generator) -> Tensor:
     """Return random int64 numbers of the shape of `value`, enough for three roundings of it."""
     return torch.empty(value.shape, dtype=torch.int64, device=value.device).random_(generator=generator)
 

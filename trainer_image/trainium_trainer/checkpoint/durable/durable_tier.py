@@ -104,7 +104,7 @@ class SavePolicy:
         """Return what may be saved after `step`; `has_reached_milestone` then decides about the milestone."""
         if self.failures and now - self.saved_at < min(RETRY_SECONDS, self.durable.every_seconds or RETRY_SECONDS):
             return Save.NOTHING
-        state = Save.STATE if self.failures or self._interval_is_over(step, now) else Save.NOTHING
+        state = Save.STATE if self.failures or self._is_interval_over(step, now) else Save.NOTHING
         return state | (Save.NOTHING if self.milestones.every_tokens is None else Save.MILESTONE)
 
     def has_reached_milestone(self, tokens: int) -> bool:
@@ -134,7 +134,7 @@ class SavePolicy:
             raise StorageError(f"{error}{more}") from error
         return f"{error}; training continues without this save (saves failed in a row: {self.failures}, {safe})"
 
-    def _interval_is_over(self, step: int, now: float) -> bool:
+    def _is_interval_over(self, step: int, now: float) -> bool:
         config = self.durable
         if config.every_steps is not None and step - self.saved_step >= config.every_steps:
             return True
@@ -221,15 +221,15 @@ class DurableTier:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        if self.busy and self._seconds_left() <= 0:
-            raise self._too_slow()
+        if self.busy and self._compute_seconds_left() <= 0:
+            raise self._create_timeout_error()
 
     def wait(self) -> None:
         """Wait until no save is in progress; raises like `poll`."""
         if self._thread is not None:
-            self._thread.join(max(0.0, self._seconds_left()))
+            self._thread.join(max(0.0, self._compute_seconds_left()))
             if self._thread.is_alive():
-                raise self._too_slow()
+                raise self._create_timeout_error()
             self._thread = None
         self.poll()
 
@@ -244,10 +244,10 @@ class DurableTier:
         # A full store does not get space within the seconds that a stopping process has.
         return is_transient(error) and not (self.stop_requested.is_set() and error.errno in FULL)
 
-    def _seconds_left(self) -> float:
+    def _compute_seconds_left(self) -> float:
         return self._started_at + self._config.durable.save_timeout_seconds - time.monotonic()
 
-    def _too_slow(self) -> TooSlowError:
+    def _create_timeout_error(self) -> TooSlowError:
         limit = self._config.durable.save_timeout_seconds
         newest = f"step {self.committed_step}" if self.committed_step >= 0 else "none"
         return TooSlowError(

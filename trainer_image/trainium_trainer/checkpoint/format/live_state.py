@@ -30,9 +30,9 @@ from trainium_trainer.checkpoint.sharding import (
     Grid,
     TensorMetadata,
     WriteItem,
-    box_at,
+    find_box,
     merge_stages,
-    with_stages,
+    replace_stages,
 )
 from trainium_trainer.models.state_dict import parse_parameter_name
 
@@ -147,7 +147,7 @@ def get_box(value: Any) -> Box:
     sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
     coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
     grid = Grid(1, sizes.get("dp", 1), sizes.get("tp", 1))
-    return box_at(shape, get_division(value), grid, coordinate.get("dp", 0), coordinate.get("tp", 0))
+    return find_box(shape, get_division(value), grid, coordinate.get("dp", 0), coordinate.get("tp", 0))
 
 
 def get_signature(value: Any) -> tuple[object, ...]:
@@ -168,12 +168,12 @@ def build_grid(mesh: MeshCoordinates) -> Grid:
     return grid
 
 
-def file_index(mesh: MeshCoordinates) -> int:
+def find_file_index(mesh: MeshCoordinates) -> int:
     """Return the index of this rank in the grid, which names its file.
 
     It may differ from the rank: NxD follows the wiring of a node (docs/backends.md).
     """
-    return build_grid(mesh).rank(mesh.pp_rank, mesh.dp_rank, mesh.tp_rank)
+    return build_grid(mesh).find_rank(mesh.pp_rank, mesh.dp_rank, mesh.tp_rank)
 
 
 def build_layout(tensors: Mapping[str, Any], mesh: MeshCoordinates) -> CheckpointLayout:
@@ -187,16 +187,16 @@ def build_layout(tensors: Mapping[str, Any], mesh: MeshCoordinates) -> Checkpoin
         if value.dtype not in SAFETENSORS_TYPES:
             raise TypeError(f"{name}: checkpoints do not hold {value.dtype}")
         division, shape = get_division(value), tuple(value.shape)
-        expected = box_at(shape, division, grid, mesh.dp_rank, mesh.tp_rank)
-        if expected.volume or local_sizes(value).numel():
+        expected = find_box(shape, division, grid, mesh.dp_rank, mesh.tp_rank)
+        if expected.volume or find_local_sizes(value).numel():
             box = get_box(value)
-            if box != expected or local_sizes(value) != expected.sizes:
+            if box != expected or find_local_sizes(value) != expected.sizes:
                 raise ValueError(f"{name}: rank {mesh.rank} holds {box}, but by its division it has {expected}")
         metadata.append(TensorMetadata(name, SAFETENSORS_TYPES[value.dtype], shape, mesh.pp_rank, division))
     return CheckpointLayout(grid, metadata)
 
 
-def local_sizes(value: Any) -> torch.Size:
+def find_local_sizes(value: Any) -> torch.Size:
     """Return the size of this rank's part of a tensor, without fetching values."""
     return value.sizes if isinstance(value, TensorPart) else to_local(value).shape
 
@@ -228,7 +228,7 @@ class StagingBuffers:
         """Allocate the buffers of a flat state and touch their pages, which costs more than ten copies into them."""
         self._signatures = {name: get_signature(value) for name, value in live.items()}
         # Allocating them does not access the device.
-        self._buffers = {name: torch.zeros(local_sizes(value), dtype=value.dtype) for name, value in live.items()}
+        self._buffers = {name: torch.zeros(find_local_sizes(value), dtype=value.dtype) for name, value in live.items()}
 
     def fits(self, live: Mapping[str, Any]) -> bool:
         """Return whether a flat state has the names, types, sizes and divisions of the buffers."""
@@ -277,7 +277,7 @@ def plan_saves(
     the same one. One rank of each stage also sends the layout itself, for the index. Rank 0 returns the writers of the
     few tensors that several stages hold. Raises TypeError or ValueError, on all ranks, if the state cannot be saved.
     """
-    index = file_index(mesh)
+    index = find_file_index(mesh)
     whole: CheckpointLayout | None = None
     local_layouts: list[CheckpointLayout] = []
 
@@ -293,7 +293,7 @@ def plan_saves(
         return writing_stages
 
     writing_stages = reduce_on_root(report_layout, decide, group, "layout")
-    local_layout = with_stages(local_layouts[0], writing_stages)
+    local_layout = replace_stages(local_layouts[0], writing_stages)
     plans: dict[CheckpointKind, SavePlan] = {}
     for kind, is_saved in ((CheckpointKind.STATE, lambda _: True), (CheckpointKind.WEIGHTS, is_weight)):
         plans[kind] = SavePlan(index, local_layout.select(is_saved).plan_items(index), whole and whole.select(is_saved))

@@ -41,7 +41,7 @@ from trainium_trainer.checkpoint.sharding import (
     ITEM_BYTES,
     Box,
     CheckpointLayout,
-    file_header,
+    build_file_header,
 )
 from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.storage.protocol import Retry, Storage, read_part, read_small
@@ -123,25 +123,25 @@ class Index:
         self._files: dict[str, _File] = {}
         self.tensors = layout.tensors
 
-    def parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[WrittenBox]:
+    def find_parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[WrittenBox]:
         """Yield the written parts of a tensor that overlap a box. Raises DamagedFileError and StorageError."""
-        for box, rank in self._layout.writers(name, Box(offsets, sizes)):
-            start = self._file(rank).starts[self._numbers[name]]
+        for box, rank in self._layout.find_writers(name, Box(offsets, sizes)):
+            start = self._find_file(rank).starts[self._numbers[name]]
             length = box.volume * ITEM_BYTES[self._layout.tensors[name].dtype]
             yield WrittenBox(box.offsets, box.sizes, shard_name(rank), start, length)
 
-    def blocks(self, file: str) -> tuple[int, list[str]]:
+    def read_blocks(self, file: str) -> tuple[int, list[str]]:
         """Return the size of a part's file and the digests of its blocks."""
         entry = self._files[file]
         return entry.size, entry.blocks
 
-    def _file(self, rank: int) -> _File:
+    def _find_file(self, rank: int) -> _File:
         name = shard_name(rank)
         if name not in self._files:
             items = self._layout.plan_items(rank)
-            header, spans = file_header(items)
+            header, spans = build_file_header(items)
             try:
-                entry = self._table(rank)["files"][name]
+                entry = self._read_table(rank)["files"][name]
                 size, blocks = int(entry["size"]), str(entry["blocks"])
                 if hashlib.sha256(header).hexdigest() != entry["header"] or spans[-1][1] != size:
                     raise DamagedFileError(f"{self._folder}/{name} is not divided as in {INDEX_NAME}")
@@ -154,7 +154,7 @@ class Index:
             self._files[name] = _File(starts, size, digests)
         return self._files[name]
 
-    def _table(self, rank: int) -> dict[str, Any]:
+    def _read_table(self, rank: int) -> dict[str, Any]:
         """Return the table that contains a rank's digests."""
         position = bisect_right(self._firsts, rank) - 1
         if position < 0:
@@ -230,7 +230,7 @@ class CheckpointReader:
         stored = self.tensors[name]
         items: list[ReadItem] = []
         values = 0
-        for part in self._index.parts(name, offsets, tuple(target.shape)):
+        for part in self._index.find_parts(name, offsets, tuple(target.shape)):
             box, inside = target, []
             for dimension, (begin, start, length) in enumerate(zip(offsets, part.offsets, part.sizes, strict=True)):
                 low = max(begin, start)
@@ -252,13 +252,13 @@ class CheckpointReader:
         """
         by_file: dict[str, list[_Chunk]] = {}
         for item in wanted:
-            by_file.setdefault(item.part.file, []).extend(_chunks(item))
+            by_file.setdefault(item.part.file, []).extend(_divide_into_chunks(item))
         with self._fill_lock, ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint-read") as pool:
             lock = threading.Lock()
             work = [
                 pool.submit(self._read_extent, name, first, last, touched, lock)
                 for name, chunks in by_file.items()
-                for first, last, touched in _extents(sorted(chunks, key=lambda chunk: chunk.start))
+                for first, last, touched in _join_adjacent_blocks(sorted(chunks, key=lambda chunk: chunk.start))
             ]
             try:
                 for read in work:
@@ -269,7 +269,7 @@ class CheckpointReader:
 
     def _read_extent(self, name: str, first: int, last: int, chunks: list[_Chunk], lock: threading.Lock) -> None:
         path = f"{self._folder}/{name}"
-        size, digests = self._index.blocks(name)
+        size, digests = self._index.read_blocks(name)
         base, end = first * BLOCK_BYTES, min(size, last * BLOCK_BYTES)
         buffer = torch.empty(max(0, end - base), dtype=torch.uint8)
         view = buffer.numpy().data
@@ -285,12 +285,12 @@ class CheckpointReader:
             if block_digest([view[offset : offset + BLOCK_BYTES]]) != digests[number]:
                 raise DamagedFileError(f"{path} does not have the contents that were written")
         if max(chunk.end for chunk in chunks) < end:
-            self._cache_block(name, last - 1, view[(last - 1) * BLOCK_BYTES - base :], lock)
+            self._store_block(name, last - 1, view[(last - 1) * BLOCK_BYTES - base :], lock)
         for chunk in chunks:
             low, high = max(chunk.start, base), min(chunk.end, end)
             with lock:
                 if chunk.buffer is None:
-                    chunk.buffer = _buffer_for(chunk)
+                    chunk.buffer = _find_buffer(chunk)
             # Copies plain bytes because torch would start more threads for each copy, in each of these threads.
             chunk.buffer.numpy().data[low - chunk.start : high - chunk.start] = view[low - base : high - base]
             with lock:
@@ -299,7 +299,7 @@ class CheckpointReader:
             if done:
                 _copy_to_target(chunk)
 
-    def _cache_block(self, name: str, number: int, block: memoryview, lock: threading.Lock) -> None:
+    def _store_block(self, name: str, number: int, block: memoryview, lock: threading.Lock) -> None:
         """Cache a block that is needed again."""
         copy = bytes(block)
         with lock:
@@ -329,7 +329,7 @@ def load_checkpoint(storage: Storage, checkpoint: CommittedCheckpoint, state: Tr
     state.load_state_dict(live)
 
 
-def _chunks(wanted: ReadItem) -> Iterator[_Chunk]:
+def _divide_into_chunks(wanted: ReadItem) -> Iterator[_Chunk]:
     """Yield the ranges of rows of a box."""
     part, target = wanted.part, wanted.target
     if target.numel() == 0:
@@ -354,7 +354,7 @@ def _chunks(wanted: ReadItem) -> Iterator[_Chunk]:
         )
 
 
-def _extents(chunks: list[_Chunk]) -> Iterator[tuple[int, int, list[_Chunk]]]:
+def _join_adjacent_blocks(chunks: list[_Chunk]) -> Iterator[tuple[int, int, list[_Chunk]]]:
     """Yield runs of adjacent blocks of one file with the chunks in them; `chunks` are sorted by their start."""
     spans = [range(chunk.start // BLOCK_BYTES, -(-chunk.end // BLOCK_BYTES)) for chunk in chunks]
     needed = sorted({number for span in spans for number in span})
@@ -372,7 +372,7 @@ def _extents(chunks: list[_Chunk]) -> Iterator[tuple[int, int, list[_Chunk]]]:
         yield first, last, [chunk for chunk in pending if chunk.start < high]
 
 
-def _buffer_for(chunk: _Chunk) -> torch.Tensor:
+def _find_buffer(chunk: _Chunk) -> torch.Tensor:
     """Return the target's bytes if the stored rows are contiguous in it, else a buffer."""
     target = chunk.target
     if (

@@ -36,7 +36,7 @@ from trainium_contract.wire.checkpoint_manifest import (
     digest_bytes,
     shard_name,
 )
-from trainium_trainer.checkpoint.sharding import INDEX_FORMAT, CheckpointLayout, WriteItem, file_header
+from trainium_trainer.checkpoint.sharding import INDEX_FORMAT, CheckpointLayout, WriteItem, build_file_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -109,12 +109,12 @@ def write_shard(
     """
     if not items:
         return None
-    header, spans = file_header(items)
+    header, spans = build_file_header(items)
 
     def views() -> Iterator[memoryview]:
         yield memoryview(header)
         for item in items:
-            yield view_bytes(values(item))
+            yield view_as_bytes(values(item))
 
     name, size = f"{folder}/{shard_name(rank)}", spans[-1][1]
 
@@ -161,7 +161,7 @@ def write_digests(
     `others` are the indices at which other tables begin.
     """
     tables: list[WrittenTable] = []
-    for group in _groups(files, sorted(others)):
+    for group in _group_ranks(files, sorted(others)):
         entries = {
             shard_name(rank): {"size": file.size, "header": file.header.hex(), "blocks": file.blocks.hex()}
             for rank, file in ((rank, files[rank]) for rank in group)
@@ -215,7 +215,7 @@ def _write_json(storage: Storage, folder: str, name: str, document: dict[str, An
     return ManifestFile(name=name, size=len(data), digest=digest_bytes(data))
 
 
-def _groups(files: Mapping[int, WrittenFile], others: Sequence[int]) -> Iterator[list[int]]:
+def _group_ranks(files: Mapping[int, WrittenFile], others: Sequence[int]) -> Iterator[list[int]]:
     """Yield the ranks whose digests share a table: neighbours, because a reader mostly needs those together.
 
     A reader uses the last table that begins at or before a rank, so no table extends beyond the start of another.
@@ -295,7 +295,7 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
 
 
-def view_bytes(tensor: Any) -> memoryview:
+def view_as_bytes(tensor: Any) -> memoryview:
     """Return a tensor's bytes, sharing its memory when it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     view: memoryview = flat.numpy().data

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def shard_name(
+def format_shard_name(
     tp_rank: int, tp_size: int, dp_rank: int = 0, dp_size: int = 1, pp_rank: int = 0, pp_size: int = 1
 ) -> str:
     """Return the name of a part of the state; replicas share one name (their data-parallel part is 0 of 1)."""
@@ -67,10 +67,10 @@ class BufferLayout:
             digest=hashlib.sha256(text.encode()).hexdigest()[:32],
         )
 
-    def views(self, payload: torch.Tensor) -> list[torch.Tensor]:
+    def view_tensors(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Return typed views into a payload buffer, in the layout's order."""
         return [payload[part.start : part.end].view(part.dtype).view(part.shape) for part in self.parts]
 
-    def ordered(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def sort_tensors(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors in the layout's order. Raises KeyError when one is missing."""
         return [tensors[part.name].detach() for part in self.parts]

@@ -98,7 +98,7 @@ class MemoryTier:
             draft.replace(self.directory / GENERATION_FENCE_NAME)
         self._check_fence()
 
-    def parts(self) -> dict[Path, Part]:
+    def list_records(self) -> dict[Path, Part]:
         """Return the finished snapshots in the store that were written with the settings of this start."""
         own_settings, _, _ = self.layout_digest.partition("-")
         parts: dict[Path, Part] = {}
@@ -112,7 +112,7 @@ class MemoryTier:
 
     def open_part(self, part: Part) -> torch.Tensor | None:
         """Return the verified payload of a snapshot; None, with a warning, when it is damaged or missing."""
-        payloads = (self._store.open(path, part) for path, found in self.parts().items() if found == part)
+        payloads = (self._store.open(path, part) for path, found in self.list_records().items() if found == part)
         return next((payload for payload in payloads if payload is not None), None)
 
     # ---- writing ----------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class MemoryTier:
     def open_files(self) -> bool:
         """Reserve the files of this shard; False, with a warning, when the memory volume has no room for them."""
         try:
-            self._own.reserve(self.layout.payload_bytes, self.parts(), self.layout_digest)
+            self._own.reserve(self.layout.payload_bytes, self.list_records(), self.layout_digest)
         except OSError as error:
             need = _OWN_FILES * self.layout.payload_bytes / 2**20
             self.warnings.append(
@@ -130,7 +130,7 @@ class MemoryTier:
             return False
         return True
 
-    def receiving_file(self) -> SnapshotFile:
+    def create_receiving_file(self) -> SnapshotFile:
         """Return a file to receive a peer's snapshot of this rank's own shard into."""
         return self._own.next(self.layout.payload_bytes)
 
@@ -141,10 +141,10 @@ class MemoryTier:
         if self._staged_in_session == _OWN_FILES - 1:
             # Every rank has finalized the first snapshot of this session by now, so snapshots of other sessions for
             # shards that no rank of this store has any more are obsolete.
-            for path in self._foreign_files():
+            for path in self._find_foreign_files():
                 path.unlink(missing_ok=True)
         file = self._own.next(self.layout.payload_bytes)
-        targets, sources = self.layout.views(file.payload), self.layout.ordered(tensors)
+        targets, sources = self.layout.view_tensors(file.payload), self.layout.sort_tensors(tensors)
         copied: torch.cuda.Event | None = None
         if sources[0].device.type == "cuda":
             file.pin()
@@ -186,7 +186,7 @@ class MemoryTier:
         """Reserve the files for copies of another node's shard; False, with a warning, when there is no room."""
         files = PartFiles(self.directory, name, generation=self.generation, count=_KEPT_FILES)
         try:
-            files.reserve(payload_bytes, self.parts(), layout)
+            files.reserve(payload_bytes, self.list_records(), layout)
         except OSError as error:
             need = _KEPT_FILES * payload_bytes / 2**20
             self.warnings.append(
@@ -254,13 +254,13 @@ class MemoryTier:
         if local:
             self._own.invalidate(lambda part, _: part.version.step > step)
         if others:
-            parts, mesh = self.parts(), describe_mesh(self.name)
-            for path in self._foreign_files():
+            parts, mesh = self.list_records(), describe_mesh(self.name)
+            for path in self._find_foreign_files():
                 part = parts.get(path)
                 if part is None or part.version.step > step or describe_mesh(part.name) != mesh:
                     path.unlink(missing_ok=True)
 
-    def _foreign_files(self) -> list[Path]:
+    def _find_foreign_files(self) -> list[Path]:
         return [path for path in self.directory.glob(f"*{SUFFIX}") if part_name(path) not in self.local_names]
 
     # ---- internals --------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def decide(views: Sequence[RankView], durable_steps: Iterable[int]) -> Decision:
     return FreshStart() if durable is None else ResumeFromDurable(durable)
 
 
-def records_to_report(neighbours: Iterable[RankView], rank: int, records: Iterable[Part]) -> frozenset[Part]:
+def select_records(neighbours: Iterable[RankView], rank: int, records: Iterable[Part]) -> frozenset[Part]:
     """Return the `records` of a store that `rank` reports; `neighbours` include all ranks that share the store.
 
     One rank of a store represents each shard, the one that would send it. No rank represents shards of another division
@@ -106,11 +106,11 @@ def records_to_report(neighbours: Iterable[RankView], rank: int, records: Iterab
     return frozenset(
         record
         for record in records
-        if describe_mesh(record.name) == mesh and representatives.of(mine.store, record.name) == rank
+        if describe_mesh(record.name) == mesh and representatives.find_rank(mine.store, record.name) == rank
     )
 
 
-def snapshot_writers(views: Sequence[RankView]) -> frozenset[int]:
+def find_snapshot_writers(views: Sequence[RankView]) -> frozenset[int]:
     """Return the ranks that write snapshots: the lowest of those that share both a store and a shard."""
     writers: dict[tuple[str, str], int] = {}
     for view in views:
@@ -168,7 +168,7 @@ class _Representatives:
             store_key = (view.store, view.needs)
             self._needing[store_key] = min(view.rank, self._needing.get(store_key, view.rank))
 
-    def of(self, store: str, key: str) -> int:
+    def find_rank(self, store: str, key: str) -> int:
         """Return the rank for one store and shard."""
         return self._needing.get((store, key), self._any[store])
 
@@ -185,8 +185,8 @@ def _plan_rounds(views: Sequence[RankView], holders: Mapping[str, set[str]]) -> 
         stores_by_needed_shard.setdefault(view.needs, set()).add(view.store)
     for key, stores in sorted(stores_by_needed_shard.items()):
         has = holders[key]
-        senders = sorted(representatives.of(store, key) for store in has)
-        receivers = sorted(representatives.of(store, key) for store in stores - has)
+        senders = sorted(representatives.find_rank(store, key) for store in has)
+        receivers = sorted(representatives.find_rank(store, key) for store in stores - has)
         number = 0
         while receivers:
             batch, receivers = receivers[: len(senders)], receivers[len(senders) :]
@@ -201,7 +201,7 @@ def _plan_rounds(views: Sequence[RankView], holders: Mapping[str, set[str]]) -> 
 class SnapshotInventory:
     """The contents of every snapshot store at one start, kept by the first rank.
 
-    Each rank reports once the records that it represents (`records_to_report`). Changes follow: a damaged snapshot, a
+    Each rank reports once the records that it represents (`select_records`). Changes follow: a damaged snapshot, a
     version that could not be exchanged, a store without space. The cost of every method is linear in the ranks, their
     records and the transfers.
     """
@@ -214,7 +214,7 @@ class SnapshotInventory:
             self._records[view.store].update(records)
         self._split: set[str] = set()
 
-    def views(self) -> list[RankView]:
+    def summarize_by_rank(self) -> list[RankView]:
         """Return the input of `decide`, by rank; one rank of each store has the store's records."""
         reported: set[str] = set()
         views: list[RankView] = []
@@ -246,9 +246,9 @@ class SnapshotInventory:
         for store, records in self._records.items():
             self._records[store] = {record for record in records if record.version != version}
 
-    def checks(self, decision: ResumeFromMemory) -> list[tuple[Part, ...]]:
+    def list_checks(self, decision: ResumeFromMemory) -> list[tuple[Part, ...]]:
         """Return, by rank, the snapshots of its store that the rank needs or sends."""
-        records = self._records_by_store(decision.version)
+        records = self._group_by_store(decision.version)
         wanted = [{view.needs} for view in self._places]
         for batch in decision.rounds:
             for transfer in batch:
@@ -258,10 +258,10 @@ class SnapshotInventory:
             for view, keys in zip(self._places, wanted, strict=True)
         ]
 
-    def origins(self, decision: ResumeFromMemory) -> list[Part]:
+    def find_origins(self, decision: ResumeFromMemory) -> list[Part]:
         """Return, by rank, the snapshot from which its shard originates after the exchange."""
-        records = self._records_by_store(decision.version)
-        stores = [view.store for view in self.views()]
+        records = self._group_by_store(decision.version)
+        stores = [view.store for view in self.summarize_by_rank()]
         arrived: dict[tuple[str, str], Part] = {}
 
         def origin(rank: int, key: str) -> Part:
@@ -273,7 +273,7 @@ class SnapshotInventory:
                 arrived[stores[transfer.target], transfer.key] = origin(transfer.source, transfer.key)
         return [origin(view.rank, view.needs) for view in self._places]
 
-    def _records_by_store(self, version: Version) -> dict[str, dict[str, Part]]:
+    def _group_by_store(self, version: Version) -> dict[str, dict[str, Part]]:
         """Return the snapshots of a version in each store; of two snapshots of a shard, the lesser."""
         by_store: dict[str, dict[str, Part]] = {}
         for store, records in self._records.items():

@@ -202,7 +202,7 @@ class ResumeLeader:
         self._inventory.split(rank for rank, can_write in enumerate(self._can_write) if can_write is False)
         return self._decide()
 
-    def next_orders(self, reports: list[RankReport]) -> list[Order]:
+    def decide_orders(self, reports: list[RankReport]) -> list[Order]:
         """Return the orders after the reports of all ranks: the next ones, or those of a new decision after damage."""
         for rank, report in enumerate(reports):
             if report.error is not None:
@@ -218,22 +218,22 @@ class ResumeLeader:
             elif all_ok and decision.rounds and not self._exchanging:
                 self._exchanging = True
                 return self._exchange(decision)
-        return self._done() if all_ok else self._decide()
+        return self._finish() if all_ok else self._decide()
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
     def _decide(self) -> list[Order]:
-        self.views = self._inventory.views()
+        self.views = self._inventory.summarize_by_rank()
         self._exchanging = False
-        decision = self._decision = decide(self.views, self._good_steps())
+        decision = self._decision = decide(self.views, self._list_good_steps())
         self._require_storage(decision)
         if isinstance(decision, ResumeFromMemory):
-            return [Verify(records) for records in self._inventory.checks(decision)]
+            return [Verify(records) for records in self._inventory.list_checks(decision)]
         if isinstance(decision, ResumeFromDurable):
-            load = Load(self._committed[decision.step].for_readers())
+            load = Load(self._committed[decision.step].drop_shards())
             return [load for _ in self.views]
         self._refuse_damage()
-        return self._done()
+        return self._finish()
 
     def _exchange(self, decision: ResumeFromMemory) -> list[Order]:
         moves: list[list[TransferStep]] = [[] for _ in self.views]
@@ -242,19 +242,19 @@ class ResumeLeader:
                 move = TransferStep(number, transfer.source, transfer.target, transfer.key)
                 for rank in {transfer.source, transfer.target}:
                     moves[rank].append(move)
-        origins = self._inventory.origins(decision)
+        origins = self._inventory.find_origins(decision)
         return [Exchange(tuple(mine), origin) for mine, origin in zip(moves, origins, strict=True)]
 
-    def _done(self) -> list[Order]:
+    def _finish(self) -> list[Order]:
         decision = self._decision
         broken = {view.store for view, can_write in zip(self.views, self._can_write, strict=True) if can_write is False}
         if self.buddies and len(self.views) > 1:
             self.buddy_copies = choose_buddies(self.views, {view.store for view in self.views} - broken)
         agreed = Agreement(
             decision=replace(decision, rounds=()) if isinstance(decision, ResumeFromMemory) else decision,
-            position=self._position(decision),
+            position=self._read_position(decision),
             memory_is_safe=False not in self._can_write,
-            durable_step=max(self._good_steps(), default=-1),
+            durable_step=max(self._list_good_steps(), default=-1),
             milestone_tokens=self._milestone_tokens,
             known_bad=frozenset(self._bad),
             warnings=limit_warnings(self.warnings),
@@ -266,10 +266,10 @@ class ResumeLeader:
 
     # ---- small parts ------------------------------------------------------------------------------------------------
 
-    def _good_steps(self) -> list[int]:
+    def _list_good_steps(self) -> list[int]:
         return [step for step in self._committed if folder_name(step) not in self._bad]
 
-    def _position(self, decision: Decision) -> Position | None:
+    def _read_position(self, decision: Decision) -> Position | None:
         if isinstance(decision, ResumeFromMemory):
             return Position.decode(decision.version.step, decision.version.details)
         if isinstance(decision, FreshStart):

@@ -29,8 +29,8 @@ from trainium_trainer.checkpoint.resume.agreement import (
     RankView,
     ResumeFromDurable,
     ResumeFromMemory,
-    records_to_report,
-    snapshot_writers,
+    find_snapshot_writers,
+    select_records,
 )
 from trainium_trainer.checkpoint.resume.leader import (
     Agreement,
@@ -48,7 +48,7 @@ from trainium_trainer.checkpoint.resume.leader import (
     plan_replicas,
 )
 from trainium_trainer.checkpoint.root.commit_lease import refuse_foreign
-from trainium_trainer.storage.errors import StorageError, storage_error
+from trainium_trainer.storage.errors import StorageError, create_storage_error
 from trainium_worker.snapshots.copies import transfer
 from trainium_worker.snapshots.files import checksum
 
@@ -137,7 +137,7 @@ class Resumption:
                 self._survey()
         except OSError as error:
             where = str(self._memory.directory if self._memory else self._storage.location)
-            raise storage_error(error, where) from error
+            raise create_storage_error(error, where) from error
         return RankView(self._mesh.rank, store, self._key, self._layout_digest)
 
     def _survey(self) -> None:
@@ -155,8 +155,8 @@ class Resumption:
         """Return the records of the store that this rank represents."""
         if self._memory is None:
             return SnapshotReport(can_write=self._can_write)
-        records = records_to_report(neighbours, self._mesh.rank, self._memory.parts().values())
-        return SnapshotReport(records, self._can_write, self._new_warnings())
+        records = select_records(neighbours, self._mesh.rank, self._memory.list_records().values())
+        return SnapshotReport(records, self._can_write, self._take_warnings())
 
     def _execute(self, order: Verify | Exchange | Load) -> RankReport:
         if isinstance(order, Verify):
@@ -167,7 +167,7 @@ class Resumption:
 
     def _report(self, report: RankReport) -> Order:
         """Report the outcome and return the next order. Collective."""
-        return scatter_from_root(lambda: report, self._leader.next_orders, self._group, "resume: how it went")
+        return scatter_from_root(lambda: report, self._leader.decide_orders, self._group, "resume: how it went")
 
     def _check(self, records: Sequence[Part]) -> RankReport:
         """Open and verify snapshots: that of this rank's shard if the store has it, and those to send to others."""
@@ -180,7 +180,7 @@ class Resumption:
                 unreadable.add(record)
             else:
                 self._payloads[record.name] = payload
-        return RankReport(not unreadable, frozenset(unreadable), self._new_warnings())
+        return RankReport(not unreadable, frozenset(unreadable), self._take_warnings())
 
     def _load(self, checkpoint: CommittedCheckpoint) -> RankReport:
         """Fill the live state from storage; the report has the damage, or the error of a store that fails."""
@@ -206,7 +206,7 @@ class Resumption:
             into: list[tuple[int, torch.Tensor]] = []
             file: SnapshotFile | None = None
             for move in (move for move in moves if move.target == rank):
-                file = memory.receiving_file() if memory is not None and self._can_write else None
+                file = memory.create_receiving_file() if memory is not None and self._can_write else None
                 payload = torch.empty(self._layout.payload_bytes, dtype=torch.uint8) if file is None else file.payload
                 into.append((move.source, payload))
             sends = [(move.target, self._payloads[move.key]) for move in moves if move.source == rank]
@@ -226,9 +226,9 @@ class Resumption:
             self._can_write = False
             return
         self._memory.local_names = frozenset(view.needs for view in neighbours)
-        self._can_write = self._memory.open_files() if self._mesh.rank in snapshot_writers(neighbours) else None
+        self._can_write = self._memory.open_files() if self._mesh.rank in find_snapshot_writers(neighbours) else None
 
-    def _new_warnings(self) -> tuple[str, ...]:
+    def _take_warnings(self) -> tuple[str, ...]:
         """Return the warnings of the memory tier since the last call."""
         if self._memory is None:
             return ()
@@ -241,7 +241,7 @@ class Resumption:
         if payload is None and self._memory is not None and self._origin is not None:
             payload = self._memory.open_part(self._origin)
         assert payload is not None, "every rank has its shard after the exchange"
-        copy_all(self._layout.ordered(self._state.local_tensors()), self._layout.views(payload))
+        copy_all(self._layout.sort_tensors(self._state.list_local_tensors()), self._layout.view_tensors(payload))
 
     def _finish(self, done: Finish, source: ResumeSource) -> ResumeOutcome:
         agreed, leader = done.agreed, self._leader

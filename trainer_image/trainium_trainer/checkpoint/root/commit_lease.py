@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.wire.checkpoint_manifest import parse_step
 from trainium_trainer.checkpoint.errors import StaleGenerationError, UnusableCheckpointError
 from trainium_trainer.checkpoint.root.commit import FenceToken, check_fence, claim_fence, read_fence, refuse_newer
-from trainium_trainer.checkpoint.root.survey import Survey, nested_root, survey
+from trainium_trainer.checkpoint.root.survey import Survey, find_nested_root, survey
 from trainium_trainer.storage.errors import StorageError
 from trainium_trainer.storage.protocol import Retry, Storage
 
@@ -75,7 +75,7 @@ class CommitLease:
         is_held = self._retry.run(self._owner.is_held, where)
         fence = self._retry.run(lambda: read_fence(self._storage), where) if is_held else None
         if fence is None or not fence.run or fence.run != self._token.run:  # these may belong to another run
-            if (other := nested_root(self._storage)) is not None:
+            if (other := find_nested_root(self._storage)) is not None:
                 raise UnusableCheckpointError(
                     f"{where} and {other}, which holds the checkpoints of a run, are nested: choose a "
                     "checkpoint.path (of a job checkpoint.storage.subPath) beside it"
@@ -202,7 +202,7 @@ def refuse_foreign(checkpoints: Survey, where: str, settings: Mapping[str, Any],
         )
 
 
-def settings_digest(settings: Mapping[str, Any]) -> str:
+def hash_settings(settings: Mapping[str, Any]) -> str:
     """Return a hex digest of JSON values that does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NAME = "metrics.jsonl"
 
 
-def records_folder(config: CheckpointConfig) -> Path:
+def find_records_folder(config: CheckpointConfig) -> Path:
     """Return the folder on this node for the run's records."""
     if not is_address(config.records):
         return Path(config.records)
@@ -37,7 +37,7 @@ class RecordCopies:
     """The copies of the run's metrics in the store."""
 
     def __init__(self, config: CheckpointConfig, checkpoints: Storage) -> None:
-        self._folder = records_folder(config)
+        self._folder = find_records_folder(config)
         self._targets = [] if config.records == config.path and not is_address(config.path) else [checkpoints]
         if is_address(config.records) and config.records != config.path:
             self._targets.insert(0, open_storage(config.records))

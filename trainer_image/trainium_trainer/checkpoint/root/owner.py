@@ -110,11 +110,11 @@ class OwnerRecords:
 
     def is_held(self) -> bool:
         """Return whether this job owns the folder. Raises UnusableCheckpointError when it may not acquire it either."""
-        return self._is_owner(self._newest())
+        return self._is_owner(self._find_newest())
 
     def take_ownership(self) -> None:
         """Become the owner, if this job is not already. Raises UnusableCheckpointError when another job was faster."""
-        newest = self._newest()
+        newest = self._find_newest()
         if self._is_owner(newest):
             return
         before = () if newest.owner is None else (*newest.owner.before, newest.owner.uid)[-_MAX_EARLIER_OWNERS:]
@@ -131,13 +131,13 @@ class OwnerRecords:
             self._storage.create(name, record.model_dump_json(by_alias=True).encode())
         except FileExistsError:
             # Another job was faster, or the response of the store was lost: the current record decides.
-            if not self._is_owner(self._newest()):
+            if not self._is_owner(self._find_newest()):
                 raise OSError(errno.EAGAIN, "the owner of the folder has just changed", name) from None
 
     def _is_owner(self, record: OwnerRecord) -> bool:
         return is_owner(record.owner, self._me, self._take_over, self._storage.location)
 
-    def _newest(self) -> OwnerRecord:
+    def _find_newest(self) -> OwnerRecord:
         entries = (OWNER_NAME.match(entry.name) for entry in self._storage.list("") if not entry.is_folder)
         number = max((int(match.group(1)) for match in entries if match), default=0)
         if not number:

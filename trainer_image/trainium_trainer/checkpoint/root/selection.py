@@ -13,7 +13,7 @@ from trainium_contract.models.shape import ModelShape
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.root.survey import CommittedCheckpoint, survey
 from trainium_trainer.exits import UserError
-from trainium_trainer.storage.errors import DamagedFileError, storage_error
+from trainium_trainer.storage.errors import DamagedFileError, create_storage_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ def choose_checkpoint(storage: Storage, root: str, step: int | None, *, mileston
     try:
         checkpoints = survey(storage)
     except OSError as error:
-        raise storage_error(error, root) from error
+        raise create_storage_error(error, root) from error
     candidates: list[CommittedCheckpoint] = checkpoints.committed + (checkpoints.milestones if milestones else [])
     problems = "; ".join([*checkpoints.damaged.values(), *checkpoints.other_versions.values()])
     if not candidates:

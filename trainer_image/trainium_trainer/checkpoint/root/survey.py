@@ -65,7 +65,7 @@ class CommittedCheckpoint:
         """Bytes of all files."""
         return sum(file.size for file in self.manifest.files)
 
-    def for_readers(self) -> CommittedCheckpoint:
+    def drop_shards(self) -> CommittedCheckpoint:
         """Return the checkpoint without the list of shards: readers need only the tables."""
         tables = tuple(file for file in self.manifest.files if file.name.endswith(".json"))
         return replace(self, manifest=self.manifest.model_copy(update={"files": tables}))
@@ -137,12 +137,12 @@ def remove_attempts(storage: Storage, attempts: Iterable[str]) -> None:
         storage.remove_files(attempt, is_rank_file)
 
 
-def nested_root(storage: Storage) -> str | None:
+def find_nested_root(storage: Storage) -> str | None:
     """Return the location of another root inside or around this one; None when there is none.
 
     The search stops after some folders: it only reports a mistake early, and no removal depends on it.
     """
-    for parent in storage.parents():
+    for parent in storage.iterate_parents():
         with contextlib.suppress(OSError):  # no permission to list it
             if _is_root(storage=parent, entries=parent.list("")):
                 return parent.location

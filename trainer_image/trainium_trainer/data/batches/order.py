@@ -26,10 +26,10 @@ WINDOW = 10_000
 """The number of samples over which the shares of a mixture are exact."""
 
 
-def shuffled(number: int, size: int, seed: int) -> int:
+def find_shuffled_item(number: int, size: int, seed: int) -> int:
     """Return item `number` of an endless stream of epochs, each of which contains each of `size` items once."""
     epoch, index = divmod(number, size)
-    return _permutation(size, seed, epoch)[index]
+    return _draw_permutation(size, seed, epoch)[index]
 
 
 class EpochOrder:
@@ -47,13 +47,13 @@ class EpochOrder:
         epoch, index = divmod(position, self.positions)
         if index >= self._ends[-1]:
             return None
-        item = _permutation(self._ends[-1], self._seed, epoch)[index]
+        item = _draw_permutation(self._ends[-1], self._seed, epoch)[index]
         source = bisect.bisect_right(self._ends, item)
         return source, item - (self._ends[source - 1] if source else 0)
 
 
 @functools.lru_cache(maxsize=64)
-def _permutation(size: int, seed: int, epoch: int) -> Permutation:
+def _draw_permutation(size: int, seed: int, epoch: int) -> Permutation:
     return Permutation(size, seed, epoch)
 
 
@@ -89,7 +89,7 @@ class Mixture:
         source = int(sources[offset])
         return source, window * self.quotas[source] + int(earlier[offset])
 
-    def before(self, number: int, source: int) -> int:
+    def count_before(self, number: int, source: int) -> int:
         """Return the count of earlier numbers from a source."""
         if len(self.quotas) == 1:
             return number

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from trainium_contract.sizes import count_micro_batches
-from trainium_trainer.data.batches.order import EpochOrder, Mixture, shuffled
+from trainium_trainer.data.batches.order import EpochOrder, Mixture, find_shuffled_item
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Sample(Protocol):
         """Identifies the tokens: samples with equal numbers have equal tokens."""
         ...
 
-    def rows(self, rules: SampleRules) -> tuple[Row, ...]:
+    def list_rows(self, rules: SampleRules) -> tuple[Row, ...]:
         """Return the sample's rows of a batch."""
         ...
 
@@ -108,13 +108,13 @@ class TextSample:
     tokens: NDArray[Any]
     """At most sequence length + 1 tokens; the last one is only a target."""
 
-    def rows(self, rules: SampleRules) -> tuple[Row, ...]:
-        """See `Sample.rows`."""
+    def list_rows(self, rules: SampleRules) -> tuple[Row, ...]:
+        """See `Sample.list_rows`."""
         inputs, end = self.tokens[:-1], rules.end_of_document
         if end is None:
             return (Row(inputs, self.tokens[1:], np.ones(len(inputs), np.bool_), None),)
         # The first token of a document cannot be predicted from the document before it.
-        return (Row(inputs, self.tokens[1:], inputs != end, document_positions(inputs, end)),)
+        return (Row(inputs, self.tokens[1:], inputs != end, compute_document_positions(inputs, end)),)
 
 
 class SampleSource(Protocol):
@@ -179,7 +179,7 @@ class Samples:
         """The number of distinct samples of all sources."""
         return sum(self.sizes)
 
-    def numbers(self, position: int, count: int) -> list[int]:
+    def list_numbers(self, position: int, count: int) -> list[int]:
         """Return the numbers of samples position .. position + count - 1, without the padding of an epoch."""
         locations = filter(None, map(self._locate, range(position, position + count)))
         return [self._first_numbers[source] + index for source, index in locations]
@@ -189,12 +189,12 @@ class Samples:
         """The positions of one epoch, a multiple of the global batch; None if epochs are not counted."""
         return self._epochs.positions if self._epochs is not None else None
 
-    def at(self, position: int, count: int) -> list[Sample | None]:
+    def read_at(self, position: int, count: int) -> list[Sample | None]:
         """Return samples position .. position + count - 1; None pads the last batch of an epoch. Raises UserError."""
         locations = map(self._locate, range(position, position + count))
         return [self.sample(*location) if location is not None else None for location in locations]
 
-    def in_order(self) -> Iterator[tuple[int, int]]:
+    def iterate_in_order(self) -> Iterator[tuple[int, int]]:
         """Yield source and index of unshuffled samples in the order of the mixture, until the first source ends."""
         position = 0
         while True:
@@ -213,7 +213,7 @@ class Samples:
         if self._epochs is not None:
             return self._epochs[position]
         source, number = self._mixture[position]
-        return source, shuffled(number, self.sizes[source], self._seed)
+        return source, find_shuffled_item(number, self.sizes[source], self._seed)
 
 
 def count_step_samples(position: int, batch: int, end: int | None) -> int:
@@ -242,19 +242,19 @@ class Share:
     @property
     def offset(self) -> int:
         """The offset of this rank's first sample within a full step."""
-        return self._part(self.global_size).start
+        return self._take_part(self.global_size).start
 
     @property
     def size(self) -> int:
         """The number of this rank's samples in a full step; may be 0 if there are fewer samples than ranks."""
-        return len(self._part(self.global_size))
+        return len(self._take_part(self.global_size))
 
-    def at(self, position: int) -> range:
+    def list_positions(self, position: int) -> range:
         """Return the global positions of this rank's samples in the step that begins at `position`."""
-        part = self._part(count_step_samples(position, self.global_size, self.end))
+        part = self._take_part(count_step_samples(position, self.global_size, self.end))
         return range(position + part.start, position + part.stop)
 
-    def _part(self, samples: int) -> range:
+    def _take_part(self, samples: int) -> range:
         """Return this rank's range of a step's samples."""
         return range(self.dp_rank * samples // self.dp_size, (self.dp_rank + 1) * samples // self.dp_size)
 
@@ -283,8 +283,8 @@ class RankSamples:
 
     def read(self, position: int) -> list[Sample | None]:
         """See `SampleReader.read`."""
-        positions = self._share.at(position)
-        return self._samples.at(positions.start, len(positions))
+        positions = self._share.list_positions(position)
+        return self._samples.read_at(positions.start, len(positions))
 
     def close(self) -> None:
         """Do nothing."""
@@ -295,7 +295,9 @@ class ValidationSet:
 
     def __init__(self, samples: Samples, max_samples: int) -> None:
         self._samples = samples
-        self._locations = [location for _, location in zip(range(max_samples), samples.in_order(), strict=False)]
+        self._locations = [
+            location for _, location in zip(range(max_samples), samples.iterate_in_order(), strict=False)
+        ]
         self.rules = samples.rules
         self.sources = samples.sources
 
@@ -304,7 +306,7 @@ class ValidationSet:
         """The number of samples of one validation."""
         return len(self._locations)
 
-    def samples_of_rank(self, dp_rank: int, dp_size: int) -> list[Sample | None]:
+    def read_rank_samples(self, dp_rank: int, dp_size: int) -> list[Sample | None]:
         """Return one rank's samples; None pads, so that all ranks make the same number of passes."""
         count = -(-len(self._locations) // dp_size)
         locations = self._locations[dp_rank * count : (dp_rank + 1) * count]
@@ -320,7 +322,7 @@ def refuse_weights(weights: Sequence[float]) -> None:
         )
 
 
-def document_positions(inputs: NDArray[Any], end: int) -> NDArray[np.int64]:
+def compute_document_positions(inputs: NDArray[Any], end: int) -> NDArray[np.int64]:
     """Return the position of each token of a sample within its document: 0 after each `end`."""
     indices = np.arange(len(inputs))
     starts = np.zeros(len(inputs), np.int64)

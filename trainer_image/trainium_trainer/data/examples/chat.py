@@ -32,8 +32,8 @@ from trainium_trainer.data.examples.templates import (
     GuardedText,
     RecordFormat,
     SpecialTokenGuard,
+    drop_nulls,
     list_fields,
-    without_nulls,
 )
 from trainium_trainer.exits import UserError
 
@@ -80,27 +80,27 @@ class ChatFormat(RecordFormat):
         self._variables = dict(special.tokens)
         self._characters = set("".join([*texts, *self._variables.values()]))
         try:
-            environment = _environment(date)
+            environment = _create_environment(date)
         except ValueError as error:
             raise UserError(f"data.examples.chat.date {date}: {error}: correct it") from error
         try:
             self._compiled = {text: environment.from_string(text) for text in texts}
-            self._characters.update(*(literal for text in texts for literal in _literals(environment.parse(text))))
+            self._characters.update(*(literal for text in texts for literal in _list_literals(environment.parse(text))))
         except Exception as error:
             line = getattr(error, "lineno", None)
             at = f" line {line}" if line else ""
             raise UserError(f"{where}{at}: is no chat template ({error}): correct it") from error
 
-    def examples(self, record: Record) -> tuple[Example, ...]:
+    def build_examples(self, record: Record) -> tuple[Example, ...]:
         """Build the example of a record's messages."""
-        return (self.example(record.fields),)
+        return (self.build_example(record.fields),)
 
-    def example(self, record: Mapping[str, Any], *, to_the_end: bool = False) -> Example:
+    def build_example(self, record: Mapping[str, Any], *, to_the_end: bool = False) -> Example:
         """Build the example of a record; with `to_the_end`, all that follows the first prompt is learned.
 
         Raises BadRecordError.
         """
-        messages = self._messages(record)
+        messages = self._parse_messages(record)
         assistants = [number for number, message in enumerate(messages) if message["role"] == _ASSISTANT]
         learned = [number for number in assistants if messages[number].get(_WEIGHT) != 0]
         if not learned:
@@ -115,7 +115,7 @@ class ChatFormat(RecordFormat):
             for number in learned
         ):
             raise BadRecordError("the answer is empty: give the assistant's message a content")
-        conversation = self._conversation(messages, record)
+        conversation = self._parse_conversation(messages, record)
         whole = conversation.render(len(messages))
         if to_the_end:
             answers = [(conversation.answer_range(learned[0], whole.text)[0], len(whole.text))]
@@ -140,18 +140,18 @@ class ChatFormat(RecordFormat):
             return (f"{self.field}[].content before {END_OF_REASONING}",)
         return ()
 
-    def prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
+    def render_prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
         """Return the text before the last answer, or all of it without an answer."""
-        messages = self._messages(fields)
+        messages = self._parse_messages(fields)
         if messages[-1]["role"] == _ASSISTANT:
             messages = messages[:-1]
-        return self._conversation(messages, fields).render(len(messages), prompt=True).guarded, True
+        return self._parse_conversation(messages, fields).render(len(messages), prompt=True).guarded, True
 
     def record_of_prompt(self, text: str) -> dict[str, Any]:
         """Build the message of a user."""
         return {self.field: [{"role": "user", "content": text}]}
 
-    def unused(self, fields: Mapping[str, Any]) -> Iterator[str]:
+    def find_unused_fields(self, fields: Mapping[str, Any]) -> Iterator[str]:
         """Yield the fields of the record and of its messages."""
         used = {self.field} | ({_TOOLS} & self._words)
         yield from (name for name in fields if name not in used)
@@ -165,7 +165,7 @@ class ChatFormat(RecordFormat):
             known |= set(REASONING_FIELDS) if known.intersection(REASONING_FIELDS) else set()
             yield from (f"{self.field}[].{name}" for name in names if name not in known)
 
-    def _messages(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _parse_messages(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         if record.get(self.field) is None:
             raise BadRecordError(
                 f"has no field {self.field!r}, which data.examples.chat.messagesField names "
@@ -177,11 +177,11 @@ class ChatFormat(RecordFormat):
         )
         if not whole or not messages:
             raise BadRecordError(f"the field {self.field!r} is no list of messages with `role` and `content`")
-        return [self._message(message) for message in messages]
+        return [self._parse_message(message) for message in messages]
 
-    def _message(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _parse_message(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as input of the template: the content is a text, and no value is null."""
-        message: dict[str, Any] = without_nulls(fields) | {"role": fields["role"]}
+        message: dict[str, Any] = drop_nulls(fields) | {"role": fields["role"]}
         reasoning = next((message[name] for name in REASONING_FIELDS if name in message), None)
         if reasoning is not None:
             message = {"thinking": reasoning} | message | {"reasoning_content": reasoning}
@@ -201,14 +201,14 @@ class ChatFormat(RecordFormat):
             )
         return message if content is None else message | {"content": content}
 
-    def _conversation(self, messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conversation:
+    def _parse_conversation(self, messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conversation:
         """Return messages and tools for the template. Raises BadRecordError."""
-        tools = self._tools(record)
+        tools = self._parse_tools(record)
         texts = json.dumps([messages, tools], ensure_ascii=False, default=str)
         marks = Marks(self.guard, self._characters | set(_ASTRAL.findall(texts)))
         return Conversation(self.render, marks.escape(messages), marks.escape(tools), marks)
 
-    def _tools(self, record: Mapping[str, Any]) -> list[Any] | None:
+    def _parse_tools(self, record: Mapping[str, Any]) -> list[Any] | None:
         """Return the tools that the assistant may call. Raises BadRecordError."""
         value = record.get(_TOOLS)
         if value is None or value in ("", []):
@@ -217,11 +217,11 @@ class ChatFormat(RecordFormat):
         if not isinstance(tools, list):
             raise BadRecordError(f"the field {_TOOLS!r} is no list of tools: correct it, or leave it out")
         tools = [_from_json(tool) for tool in tools]
-        return list(tools if isinstance(value, str) else without_nulls(tools))
+        return list(tools if isinstance(value, str) else drop_nulls(tools))
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, marks: str, *, prompt: bool) -> str:
         """Render messages; `marks` are the characters of `Marks`. Raises BadRecordError."""
-        chosen = self._chosen.for_tools(tools)
+        chosen = self._chosen.choose_template(tools)
         if chosen is None:
             raise BadRecordError(f"has no tools, but {self._where} is only for conversations with tools")
         variables = self._variables | {_MARKS: marks}
@@ -233,7 +233,9 @@ class ChatFormat(RecordFormat):
                 # transformers leaves null values out; some templates compare the content of tool calls with null.
                 nulls = [{"content": None, **message} for message in messages]
                 return self.render(nulls, tools, marks, prompt=prompt)
-            raise BadRecordError(f"the chat template refuses the messages ({_reason(error, self._where)}") from error
+            raise BadRecordError(
+                f"the chat template refuses the messages ({_format_template_error(error, self._where)}"
+            ) from error
         return text
 
 
@@ -257,7 +259,7 @@ def _from_json(value: Any) -> Any:
         return None
 
 
-def _reason(error: Exception, where: str) -> str:
+def _format_template_error(error: Exception, where: str) -> str:
     """Format the error that a template raised, with its line."""
     from jinja2 import TemplateError  # noqa: PLC0415 - only chats pay for it
 
@@ -274,7 +276,7 @@ def find_control_tokens(template: str, specials: Iterable[str], variables: Mappi
     """
     from jinja2 import TemplateError, nodes  # noqa: PLC0415 - only chats pay for it
 
-    environment = _environment()
+    environment = _create_environment()
     try:
         tree = environment.parse(template)
     except TemplateError:  # reported when the template is compiled
@@ -289,7 +291,7 @@ def find_control_tokens(template: str, specials: Iterable[str], variables: Mappi
         turns, prompt = (compiled.render(**options, add_generation_prompt=prompt) for prompt in (False, True))
     except Exception:  # noqa: BLE001 - a template may raise anything
         turns = prompt = ""
-    written = "\0".join([turns, *_literals(tree)])
+    written = "\0".join([turns, *_list_literals(tree)])
     return {
         token
         for token in specials
@@ -299,7 +301,7 @@ def find_control_tokens(template: str, specials: Iterable[str], variables: Mappi
     }
 
 
-def after_answer(template: str, tokens: Mapping[str, str]) -> str:
+def find_text_after_answer(template: str, tokens: Mapping[str, str]) -> str:
     """Return the text of a template after an answer, without leading whitespace: it begins with the end of the turn.
 
     Empty if the template cannot be parsed or refuses a plain question with its answer. `tokens`: special tokens by
@@ -308,7 +310,7 @@ def after_answer(template: str, tokens: Mapping[str, str]) -> str:
     messages = [{"role": "user", "content": "question"}, {"role": _ASSISTANT, "content": _PROBE}]
     try:
         text: str = (
-            _environment()
+            _create_environment()
             .from_string(template)
             .render(messages=messages, tools=None, documents=None, add_generation_prompt=False, **tokens)
         )
@@ -317,7 +319,7 @@ def after_answer(template: str, tokens: Mapping[str, str]) -> str:
     return text.rpartition(_PROBE)[2].lstrip() if _PROBE in text else ""
 
 
-def _literals(template: Any) -> set[str]:
+def _list_literals(template: Any) -> set[str]:
     """Return the texts in a parsed template."""
     from jinja2 import nodes  # noqa: PLC0415 - only chats pay for it
 
@@ -325,12 +327,12 @@ def _literals(template: Any) -> set[str]:
     return texts | {node.value for node in template.find_all(nodes.Const) if isinstance(node.value, str)}
 
 
-def today() -> str:
+def read_today() -> str:
     """Return the date of this machine's clock."""
     return datetime.now().astimezone().date().isoformat()
 
 
-def _environment(date: str | None = None) -> Any:
+def _create_environment(date: str | None = None) -> Any:
     """Create the environment of transformers' chat templates, with a fixed date in place of the clock."""
     from jinja2 import pass_context  # noqa: PLC0415 - only chats pay for it
     from jinja2.ext import loopcontrols  # noqa: PLC0415 - only chats pay for it
@@ -340,11 +342,11 @@ def _environment(date: str | None = None) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         autoescape=False,
-        extensions=[_generation(), loopcontrols],
+        extensions=[_create_generation_extension(), loopcontrols],
     )
     environment.filters["tojson"] = pass_context(_to_json)
     environment.globals["raise_exception"] = _refuse
-    environment.globals[CLOCK] = datetime.fromisoformat(date or today()).strftime
+    environment.globals[CLOCK] = datetime.fromisoformat(date or read_today()).strftime
     return environment
 
 
@@ -368,7 +370,7 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _generation() -> type:
+def _create_generation_extension() -> type:
     """Return the extension for the block `{% generation %}`, which puts markers around its content."""
     from jinja2 import nodes  # noqa: PLC0415 - only chats pay for it
     from jinja2.ext import Extension  # noqa: PLC0415 - only chats pay for it

@@ -24,11 +24,11 @@ from trainium_trainer.data.examples.recipe import FORMAT, Recipe, build_recipe
 from trainium_trainer.data.examples.sample_sources import ExampleSampleSource, PairSampleSource
 from trainium_trainer.data.examples.store import BLOCK_BYTES, StoredExamples, build_inputs
 from trainium_trainer.data.examples.templates import BadRecordError, RecordFilter
-from trainium_trainer.data.prepared.text_sources import build_in_cache, prepared_folder
+from trainium_trainer.data.prepared.text_sources import build_in_cache, find_prepared_folder
 from trainium_trainer.data.sources.documents import Record
 from trainium_trainer.data.sources.resolve import find_validation_source, list_sources, pin_source
-from trainium_trainer.data.tokens.encoding import RecordCounts, held_back_mask, train_once, train_tokenizer
-from trainium_trainer.data.tokens.tokenizer import count_entries, hash_tokenizer, tokenizer_file
+from trainium_trainer.data.tokens.encoding import RecordCounts, select_held_back, train_once, train_tokenizer
+from trainium_trainer.data.tokens.tokenizer import count_entries, find_tokenizer_file, hash_tokenizer
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class DataReport:
         """The fraction of the positions of an epoch that examples occupy."""
         return self.tokens / max(1, self.sequences * self.sequence_length)
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         """Format the report as one line."""
         parts = [f"{self.examples:,} examples of {self.counts.records:,} records"]
         named = (
@@ -83,7 +83,7 @@ class DataReport:
         parts.append(f"{self.sequences:,} sequences with {self.occupancy:.1%} of their positions used")
         return ", ".join(parts)
 
-    def histogram(self) -> list[tuple[int, int, int]]:
+    def build_histogram(self) -> list[tuple[int, int, int]]:
         """Return the shortest and longest length of each bar and its number of examples.
 
         All bars have one width except the last one, which holds the few much longer examples.
@@ -104,12 +104,12 @@ def _train_and_save(recipes: tuple[Recipe, ...], vocab_size: int, file: str) -> 
 
 def _iterate_texts(recipe: Recipe) -> Iterator[str]:
     source, record_format, chosen = recipe.spec.source, recipe.record_format(()), RecordFilter(recipe.config.where)
-    for block in source.blocks(BLOCK_BYTES):
-        for item in source.all_records(block):
+    for block in source.divide_into_blocks(BLOCK_BYTES):
+        for item in source.read_records(block):
             if not isinstance(item, Record) or not chosen(item.fields):
                 continue
             try:
-                examples = record_format.examples(item)
+                examples = record_format.build_examples(item)
             except BadRecordError:  # counted when the examples are encoded
                 continue
             yield from (example.text for example in examples)
@@ -192,7 +192,7 @@ def open_examples(
     validation = None
     if config.validation is not None:
         if find_validation_source(config) is not None:
-            held_out, weights = [_validation_source(config, sources[0], cache)], [1.0]
+            held_out, weights = [_open_validation_source(config, sources[0], cache)], [1.0]
         else:
             held_out = list(sources)
         held_back = Samples(
@@ -214,7 +214,7 @@ def _refuse_unsupported(config: DataConfig, cache: Path) -> None:
             "leave data.tokenization out"
         )
     for name, _, _ in list_sources(config):
-        if prepared_folder(name, cache) is not None:
+        if find_prepared_folder(name, cache) is not None:
             raise UserError(
                 f"data.source {name}: is prepared text, which has no records: set data.format to Text, or give the "
                 "records"
@@ -224,11 +224,11 @@ def _refuse_unsupported(config: DataConfig, cache: Path) -> None:
 def find_tokenizer(config: DataConfig, cache: Path) -> Path:
     """Return the tokenizer's file, trained on the examples when none is given. Raises UserError or StorageError."""
     if config.tokenizer.path is not None:
-        file = tokenizer_file(config.tokenizer)
+        file = find_tokenizer_file(config.tokenizer)
         count_entries(file)
         return file
     recipes = [build_recipe(config, name, None) for name, _, _ in list_sources(config)]
-    parts = [config.tokenizer.vocab_size, [recipe.key(cache) for recipe in recipes]]
+    parts = [config.tokenizer.vocab_size, [recipe.compute_key(cache) for recipe in recipes]]
     return train_once(parts, cache, _train_and_save, tuple(recipes), config.tokenizer.vocab_size)
 
 
@@ -240,7 +240,7 @@ def open_sources(
     for name, _, weight in list_sources(config):
         recipe = build_recipe(config, name, tokenizer)
         stored = _open_stored(config, recipe, cache, progress)
-        sources.append(ExampleSource(recipe, weight, stored, _held_back_examples(config, stored)))
+        sources.append(ExampleSource(recipe, weight, stored, _find_held_back_examples(config, stored)))
     fraction = config.validation.fraction if config.validation is not None else None
     for source in sources if fraction is not None else ():
         if not source.held_back.any():
@@ -255,11 +255,11 @@ def open_validation_sources(config: DataConfig, tokenizer: Path, cache: Path) ->
     """Return the sources with held-back examples. Raises UserError or StorageError."""
     sources = open_sources(config, tokenizer, cache)
     if find_validation_source(config) is not None:
-        return [_validation_source(config, sources[0], cache)]
+        return [_open_validation_source(config, sources[0], cache)]
     return sources
 
 
-def _validation_source(config: DataConfig, first: ExampleSource, cache: Path) -> ExampleSource:
+def _open_validation_source(config: DataConfig, first: ExampleSource, cache: Path) -> ExampleSource:
     """Open the separate source of `data.validation`, encoded like the first source."""
     source = find_validation_source(config)
     assert source is not None
@@ -271,7 +271,7 @@ def _validation_source(config: DataConfig, first: ExampleSource, cache: Path) ->
 def _open_stored(
     config: DataConfig, recipe: Recipe, cache: Path, progress: Callable[[BuildProgress], None] | None
 ) -> StoredExamples:
-    folder = build_in_cache(config, "examples", recipe.key(cache), build_inputs(recipe), cache, progress)
+    folder = build_in_cache(config, "examples", recipe.compute_key(cache), build_inputs(recipe), cache, progress)
     stored = StoredExamples(folder)
     if unused := stored.manifest.counts.unused:
         listed = ", ".join(f"{name} ({count:,} records)" for name, count in unused.items())
@@ -286,14 +286,14 @@ def _open_stored(
     return stored
 
 
-def _held_back_examples(config: DataConfig, stored: StoredExamples) -> NDArray[np.bool_]:
+def _find_held_back_examples(config: DataConfig, stored: StoredExamples) -> NDArray[np.bool_]:
     validation, number = config.validation, len(stored)
     if validation is None or validation.fraction is None:
         return np.zeros(number, np.bool_)
     if validation.split is ValidationSplit.TAIL:
         width = config.rows_per_sample
         return np.arange(number) // width >= int(number // width * (1 - validation.fraction))
-    return held_back_mask(stored.records, validation.fraction)
+    return select_held_back(stored.records, validation.fraction)
 
 
 def _compute_identity(config: DataConfig, sources: Sequence[ExampleSource], tokenizer: Path, batch: int | None) -> str:

@@ -30,11 +30,11 @@ from trainium_trainer.data.examples.templates import (
     GuardedText,
     Range,
     RecordFilter,
-    without_nulls,
+    drop_nulls,
 )
 from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record, SkippedRecord
 from trainium_trainer.data.sources.files import read_with_retries
-from trainium_trainer.data.tokens.encoding import ExampleColumns, RecordCounts, TokenBlock, token_type
+from trainium_trainer.data.tokens.encoding import ExampleColumns, RecordCounts, TokenBlock, choose_token_type
 from trainium_trainer.data.tokens.tokenizer import (
     SpecialTokens,
     count_entries,
@@ -128,10 +128,10 @@ class TextEncoder:
         added = self._tokenizer.get_added_tokens_decoder().items()
         self.special_ids = frozenset(number for number, token in added if token.special)
         self.specials = tuple(sorted(token.content for _, token in added if token.special))
-        eos = special.token("eos_token")
+        eos = special.find_token("eos_token")
         end = self._tokenizer.token_to_id(eos) if eos is not None else None
         self.end: int = end if end is not None else find_end_of_document(file)
-        pad = special.token("pad_token")
+        pad = special.find_token("pad_token")
         padding = self._tokenizer.token_to_id(pad) if pad is not None else None
         self.padding: int = self.end if padding is None else padding
         self._bos_prefix = find_bos_prefix(self._tokenizer, file, special, bos)
@@ -139,8 +139,8 @@ class TextEncoder:
     def encode(self, examples: Sequence[Example], loss: LossOn) -> list[EncodedExample]:
         """Encode examples."""
         plain = [example for example in examples if not example.from_chat_template]
-        prompt_ids = iter(self._ids([example.prompt for example in plain]))
-        text_ids = iter(self._ids([example.guarded for example in plain]))
+        prompt_ids = iter(self._encode_texts([example.prompt for example in plain]))
+        text_ids = iter(self._encode_texts([example.guarded for example in plain]))
         encoded = [
             self._encode_conversation(example)
             if example.from_chat_template
@@ -152,9 +152,9 @@ class TextEncoder:
                 example.loss_mask[:] = True
         return encoded
 
-    def prompt_ids(self, prompt: GuardedText, *, from_chat_template: bool) -> list[int]:
+    def encode_prompt(self, prompt: GuardedText, *, from_chat_template: bool) -> list[int]:
         """Return the tokens of a prompt for inference."""
-        (ids,) = self._ids([prompt])
+        (ids,) = self._encode_texts([prompt])
         return self._bos_prefix.prepend_to(ids, from_chat_template=from_chat_template)[0]
 
     def find_end(self, answer: str) -> int:
@@ -168,7 +168,7 @@ class TextEncoder:
         if example.encoded_whole:
             prompt_ids = prompt_ids[: count_common(prompt_ids, text_ids)]
         elif text_ids[: len(prompt_ids)] != prompt_ids:  # a token crosses the border, or depends on the text after it
-            answer = example.guarded.part(*example.answers[-1])
+            answer = example.guarded.slice_text(*example.answers[-1])
             text_ids = prompt_ids + self._encode_with_spans(answer, continuing=True)[0].tolist()
         ids, prefix = self._bos_prefix.prepend_to(text_ids)
         answer_start = max(0, len(prompt_ids) + len(ids) - len(text_ids))
@@ -185,7 +185,7 @@ class TextEncoder:
             prompt_ids = prompt_ids[: count_common(prompt_ids.tolist(), text_ids.tolist())]
         elif not np.array_equal(text_ids[: len(prompt_ids)], prompt_ids):  # as for a pair
             border = len(example.prompt.text)
-            rest_ids, *rest_spans = self._encode_with_spans(example.guarded.part(border), continuing=True)
+            rest_ids, *rest_spans = self._encode_with_spans(example.guarded.slice_text(border), continuing=True)
             text_ids = np.concatenate([prompt_ids, rest_ids])
             starts, ends = (
                 np.concatenate([before, after + border]) for before, after in zip(prompt_spans, rest_spans, strict=True)
@@ -201,7 +201,7 @@ class TextEncoder:
             loss_mask[answer_start:] = True
         return EncodedExample(ids, loss_mask, answer_start, prefix)
 
-    def _ids(self, texts: Sequence[GuardedText]) -> list[list[int]]:
+    def _encode_texts(self, texts: Sequence[GuardedText]) -> list[list[int]]:
         if not any(text.plain for text in texts):
             encodings = self._tokenizer.encode_batch_fast([text.text for text in texts], add_special_tokens=False)
             return [encoding.ids for encoding in encodings]
@@ -215,7 +215,7 @@ class TextEncoder:
         """Return tokens with their start and end in the text, which may be `continuing` another."""
         ids: list[int] = []
         spans: list[Range] = []
-        for position, piece, is_plain in text.pieces():
+        for position, piece, is_plain in text.iterate_pieces():
             tokenizer = self._continuation if continuing or position else self._tokenizer
             tokenizer.encode_special_tokens = is_plain
             encoding = tokenizer.encode(piece, add_special_tokens=False)
@@ -280,7 +280,7 @@ class ExampleEncoder:
     def encode(self, items: Iterable[Record | SkippedRecord]) -> EncodedBlock:
         """Encode the examples of a block of records. Raises UserError."""
         config, width, block = self._recipe.config, self.record_format.width, EncodedBlock()
-        for batch in _batches(self._examples(list(items), block)):
+        for batch in _group_into_batches(self._iterate_examples(list(items), block)):
             encoded = self.texts.encode([example for example, _ in batch], config.loss)
             for start in range(0, len(batch), width):
                 group = _align_answers(encoded[start : start + width])
@@ -299,7 +299,9 @@ class ExampleEncoder:
                     block.kept.append(KeptExample(example, fitted, record_hash))
         return block
 
-    def _examples(self, items: list[Record | SkippedRecord], block: EncodedBlock) -> Iterator[tuple[Example, int]]:
+    def _iterate_examples(
+        self, items: list[Record | SkippedRecord], block: EncodedBlock
+    ) -> Iterator[tuple[Example, int]]:
         """Yield each example with the hash of its record; count the other records in `block`."""
         counts, matches = block.counts, RecordFilter(self._recipe.config.where)
         counts.found = matches.found
@@ -310,7 +312,7 @@ class ExampleEncoder:
                 counts.unreadable += 1
                 continue
             counts.records += 1
-            for name in self.record_format.unused(item.fields):
+            for name in self.record_format.find_unused_fields(item.fields):
                 if item.fields.get(name, ...) is not None and name not in self._recipe.config.where:
                     counts.unused[name] = counts.unused.get(name, 0) + 1
             if not matches(all_fields | item.fields if item.fields else {}):
@@ -319,7 +321,7 @@ class ExampleEncoder:
             try:
                 examples = self._build_examples(item, all_fields)
             except BadRecordError as error:
-                block.skipped.append(item.skipped(str(error)))
+                block.skipped.append(item.skip(str(error)))
                 continue
             counts.left_out += not examples
             for name in {name for example in examples for name in example.unused}:
@@ -330,10 +332,10 @@ class ExampleEncoder:
         """Build the examples of a record; fields of other records are null, as in a table. Raises BadRecordError."""
         if record.fields and len(record.fields) < len(all_fields):
             try:
-                return self.record_format.examples(replace(record, fields=all_fields | record.fields))
+                return self.record_format.build_examples(replace(record, fields=all_fields | record.fields))
             except BadRecordError:
                 pass  # the next call names the missing field
-        return self.record_format.examples(record)
+        return self.record_format.build_examples(record)
 
 
 def _align_answers(examples: list[EncodedExample]) -> list[EncodedExample]:
@@ -346,11 +348,11 @@ def _align_answers(examples: list[EncodedExample]) -> list[EncodedExample]:
 
 def hash_record(fields: Mapping[str, Any]) -> int:
     """Return a 64-bit hash of a record that ignores the order of fields and treats null fields as missing."""
-    text = json.dumps(without_nulls(fields), sort_keys=True, default=str)
+    text = json.dumps(drop_nulls(fields), sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _batches(examples: Iterator[tuple[Example, int]]) -> Iterator[list[tuple[Example, int]]]:
+def _group_into_batches(examples: Iterator[tuple[Example, int]]) -> Iterator[list[tuple[Example, int]]]:
     batch: list[tuple[Example, int]] = []
     for example in examples:
         batch.append(example)
@@ -377,5 +379,5 @@ def encode_block(_: int, block: FileBlock) -> list[TokenBlock]:
     """Return the examples of a block of the installed source."""
     source: DocumentSource = _worker["source"]
     encoder: ExampleEncoder = _worker["encoder"]
-    encoded = read_with_retries(source.file_name_of(block), lambda: encoder.encode(source.records(block)))
-    return [encoded.to_token_block(token_type(encoder.texts.vocabulary))]
+    encoded = read_with_retries(source.find_file_name(block), lambda: encoder.encode(source.iterate_records(block)))
+    return [encoded.to_token_block(choose_token_type(encoder.texts.vocabulary))]

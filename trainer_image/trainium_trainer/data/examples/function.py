@@ -43,7 +43,9 @@ def digest_of_function(reference: str) -> str:
     try:
         content = _find_file(module, reference).read_bytes()
     except OSError as error:
-        raise UserError(f"{_where(reference)}: the file cannot be read ({error.strerror}): correct the path") from error
+        raise UserError(
+            f"{_locate_function(reference)}: the file cannot be read ({error.strerror}): correct the path"
+        ) from error
     return hashlib.sha256(content + b"\0" + name.encode()).hexdigest()
 
 
@@ -65,10 +67,10 @@ def load_function(reference: str) -> Callable[..., Any]:
         else:
             module = importlib.import_module(path)
     except (Exception, SystemExit) as error:
-        raise UserError(f"{_where(reference)}: cannot be imported: {_describe(error, file)}") from error
+        raise UserError(f"{_locate_function(reference)}: cannot be imported: {_describe(error, file)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise UserError(f"{_where(reference)}: {file} has no function {name!r}: correct the name")
+        raise UserError(f"{_locate_function(reference)}: {file} has no function {name!r}: correct the name")
     return function  # type: ignore[no-any-return]
 
 
@@ -83,21 +85,23 @@ class FunctionFormat(RecordFormat):
         self._file = _find_file(reference.rpartition(":")[0], reference)
         self._function = load_function(reference)
 
-    def examples(self, record: Record) -> tuple[Example, ...]:
+    def build_examples(self, record: Record) -> tuple[Example, ...]:
         """Call the function."""
         result = self._call(record.fields, record)
         if result is None:
             return ()
         if MESSAGES in result:
-            return (self._require_chat().example(result),)
+            return (self._require_chat().build_example(result),)
         return (build_pair(GuardedText(result["prompt"]), GuardedText(result["completion"])),)
 
-    def prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
+    def render_prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
         """Call the function; its completion is left out."""
         result = self._call(fields)
         if result is None:
             raise BadRecordError("data.examples.function leaves the record out")
-        return self._require_chat().prompt(result) if MESSAGES in result else (GuardedText(result["prompt"]), False)
+        return (
+            self._require_chat().render_prompt(result) if MESSAGES in result else (GuardedText(result["prompt"]), False)
+        )
 
     def record_of_prompt(self, text: str) -> dict[str, Any]:  # noqa: ARG002 - as `RecordFormat` has it
         """Refuse: only the function knows its fields."""
@@ -105,7 +109,7 @@ class FunctionFormat(RecordFormat):
             "a prompt of this data.format needs the fields of data.examples.function: give a JSON object with them"
         )
 
-    def unused(self, fields: Mapping[str, Any]) -> Iterator[str]:  # noqa: ARG002 - as `RecordFormat` has it
+    def find_unused_fields(self, fields: Mapping[str, Any]) -> Iterator[str]:  # noqa: ARG002 - as `RecordFormat` has it
         """Yield nothing: the function may use all fields."""
         yield from ()
 
@@ -114,12 +118,12 @@ class FunctionFormat(RecordFormat):
 
     def _call(self, fields: Mapping[str, Any], record: Record | None = None) -> dict[str, Any] | None:
         """Call the function, and check what it returns; None leaves the record out. Raises UserError."""
-        at = f" for {record.skipped('').location()}" if record is not None else ""
+        at = f" for {record.skip('').format_location()}" if record is not None else ""
         try:
             result = self._function(dict(fields))
         except (Exception, SystemExit) as error:
             raise UserError(
-                f"{_where(self._reference)}: raised {_describe(error, self._file)}{at}: correct it"
+                f"{_locate_function(self._reference)}: raised {_describe(error, self._file)}{at}: correct it"
             ) from error
         if result is None:
             return None
@@ -129,13 +133,13 @@ class FunctionFormat(RecordFormat):
                 f"a dictionary with {', '.join(map(repr, result))}" if isinstance(result, dict) else repr(result)[:80]
             )
             raise UserError(
-                f"{_where(self._reference)}: returned {returned}{at}: return a dictionary with the texts `prompt` and "
-                "`completion`, or with `messages`, or None to leave the record out"
+                f"{_locate_function(self._reference)}: returned {returned}{at}: return a dictionary with the texts "
+                "`prompt` and `completion`, or with `messages`, or None to leave the record out"
             )
         return cast("dict[str, Any]", result)
 
 
-def _where(reference: str) -> str:
+def _locate_function(reference: str) -> str:
     return f"data.examples.function {reference}"
 
 
@@ -144,14 +148,16 @@ def _find_file(path: str, reference: str) -> Path:
     if path.endswith(".py"):
         file = Path(path).expanduser()
         if not file.is_file():
-            raise UserError(f"{_where(reference)}: there is no such file: correct the path or mount it")
+            raise UserError(f"{_locate_function(reference)}: there is no such file: correct the path or mount it")
         return file.absolute()
     try:
         spec = importlib.util.find_spec(path)
     except (ImportError, ValueError):
         spec = None
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
-        raise UserError(f"{_where(reference)}: there is no module {path!r}: install it, or give /path/file.py:name")
+        raise UserError(
+            f"{_locate_function(reference)}: there is no module {path!r}: install it, or give /path/file.py:name"
+        )
     return Path(spec.origin)
 
 

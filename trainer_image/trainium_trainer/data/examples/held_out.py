@@ -17,7 +17,7 @@ from trainium_trainer.data.examples.encoding import ExampleEncoder, KeptExample
 from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES
 from trainium_trainer.data.examples.templates import BadRecordError, GuardedText, build_pair
-from trainium_trainer.data.prepared.text_sources import with_cache
+from trainium_trainer.data.prepared.text_sources import run_with_cache
 from trainium_trainer.data.sources.resolve import list_sources
 from trainium_trainer.exits import UserError
 
@@ -65,10 +65,12 @@ def read_held_out(config: DataConfig, max_examples: int | None = None) -> HeldOu
     _refuse_text(config)
     if config.validation is None:
         raise UserError("data.validation is not given, so no example is held back: give it a fraction or a source")
-    sources = with_cache(config, lambda cache: open_validation_sources(config, find_tokenizer(config, cache), cache))
+    sources = run_with_cache(
+        config, lambda cache: open_validation_sources(config, find_tokenizer(config, cache), cache)
+    )
     encoders = [ExampleEncoder(source.recipe) for source in sources]
     held_back = itertools.chain.from_iterable(
-        _questions_of_source(source, encoder) for source, encoder in zip(sources, encoders, strict=True)
+        _read_source_questions(source, encoder) for source, encoder in zip(sources, encoders, strict=True)
     )
     labels = config.examples.classification.labels if config.format is DataFormat.CLASSIFICATION else ()
     examples = tuple(itertools.islice(held_back, max_examples))
@@ -98,7 +100,7 @@ def build_prompts(config: DataConfig, prompts: Sequence[dict[str, Any] | str]) -
     A prompt is built from a record without an answer, or from a text if the format needs only one field.
     """
     _refuse_text(config)
-    tokenizer = with_cache(config, lambda cache: find_tokenizer(config, cache))
+    tokenizer = run_with_cache(config, lambda cache: find_tokenizer(config, cache))
     encoder = ExampleEncoder(build_recipe(config, list_sources(config)[0][0], tokenizer))
     return [_encode_prompt(encoder, prompt) for prompt in prompts]
 
@@ -106,10 +108,10 @@ def build_prompts(config: DataConfig, prompts: Sequence[dict[str, Any] | str]) -
 def _encode_prompt(encoder: ExampleEncoder, prompt: dict[str, Any] | str) -> tuple[str, tuple[int, ...]]:
     fields = encoder.record_format.record_of_prompt(prompt) if isinstance(prompt, str) else prompt
     try:
-        text, from_chat_template = encoder.record_format.prompt(fields)
+        text, from_chat_template = encoder.record_format.render_prompt(fields)
     except BadRecordError as error:
         raise UserError(f"the prompt: {error}") from error
-    return text.text, tuple(encoder.texts.prompt_ids(text, from_chat_template=from_chat_template))
+    return text.text, tuple(encoder.texts.encode_prompt(text, from_chat_template=from_chat_template))
 
 
 def _refuse_text(config: DataConfig) -> None:
@@ -117,11 +119,11 @@ def _refuse_text(config: DataConfig) -> None:
         raise UserError("data.format is Text, which has no prompts and answers: set another data.format")
 
 
-def _questions_of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[HeldOutExample]:
+def _read_source_questions(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[HeldOutExample]:
     """Yield the held-back examples of a source by reading its records again."""
     documents = source.recipe.spec.source
     examples = itertools.chain.from_iterable(
-        encoder.encode(documents.all_records(block)).kept for block in documents.blocks(BLOCK_BYTES)
+        encoder.encode(documents.read_records(block)).kept for block in documents.divide_into_blocks(BLOCK_BYTES)
     )
     # The expected answer of a pair is the preferred one.
     for kept, is_held_back in itertools.islice(

@@ -21,8 +21,8 @@ from trainium_trainer.data.examples.templates import (
     GuardedText,
     RecordFormat,
     SpecialTokenGuard,
-    as_text,
     build_pair,
+    convert_to_text,
     list_fields,
 )
 
@@ -49,24 +49,24 @@ class PreferenceFormat(RecordFormat):
         self._chat = chat
         self._fields = frozenset((config.prompt_field, config.chosen_field, config.rejected_field, _TOOLS))
 
-    def examples(self, record: Record) -> tuple[Example, ...]:
+    def build_examples(self, record: Record) -> tuple[Example, ...]:
         """Build the examples of the preferred and the rejected answer."""
-        return self._pair(record.fields)
+        return self._build_pair(record.fields)
 
-    def unused(self, fields: Mapping[str, Any]) -> Iterator[str]:
+    def find_unused_fields(self, fields: Mapping[str, Any]) -> Iterator[str]:
         """Yield the fields that are neither a prompt, an answer nor tools."""
         yield from (name for name in fields if name not in self._fields)
 
-    def _pair(self, record: Mapping[str, Any]) -> tuple[Example, Example]:
+    def _build_pair(self, record: Mapping[str, Any]) -> tuple[Example, Example]:
         answers = [self._answer(record, name) for name in (self._config.chosen_field, self._config.rejected_field)]
-        chosen, rejected = map(_messages, answers)
+        chosen, rejected = map(_parse_messages, answers)
         if (chosen is None) != (rejected is None):
             raise BadRecordError("one answer is a text and the other a list of messages: write both alike")
         if chosen is not None and rejected is not None:
-            prompt = self._prompt_messages(record, chosen, rejected)
-            built = [self._conversation(record, prompt, answer) for answer in (chosen, rejected)]
+            prompt = self._find_prompt_messages(record, chosen, rejected)
+            built = [self._build_conversation(record, prompt, answer) for answer in (chosen, rejected)]
         else:
-            text, begin = self._prompt_text(record, *map(str, answers))
+            text, begin = self._find_prompt_text(record, *map(str, answers))
             built = [
                 build_pair(self.guard.protect(text), self.guard.protect(str(answer)[begin:])) for answer in answers
             ]
@@ -80,17 +80,17 @@ class PreferenceFormat(RecordFormat):
         )
         return first, second
 
-    def prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
+    def render_prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
         """Return the text or the rendered messages before both answers."""
         prompt = fields.get(self._config.prompt_field)
-        messages = _messages(prompt)
-        if messages is None and _messages(fields.get(self._config.chosen_field)) is None:
+        messages = _parse_messages(prompt)
+        if messages is None and _parse_messages(fields.get(self._config.chosen_field)) is None:
             if prompt is None:
-                raise BadRecordError(self._missing(fields, self._config.prompt_field))
-            return self.guard.protect(as_text(prompt)), False
+                raise BadRecordError(self._create_missing_field_error(fields, self._config.prompt_field))
+            return self.guard.protect(convert_to_text(prompt)), False
         if messages is None:
-            return self._pair(fields)[0].prompt, True
-        return self._require_chat().prompt(self._record(fields, messages))
+            return self._build_pair(fields)[0].prompt, True
+        return self._require_chat().render_prompt(self._record(fields, messages))
 
     def record_of_prompt(self, text: str) -> dict[str, Any]:
         """Build a user's message if there is a chat template, else the text."""
@@ -98,17 +98,17 @@ class PreferenceFormat(RecordFormat):
 
     def _answer(self, record: Mapping[str, Any], field: str) -> Any:
         if record.get(field) is None:
-            raise BadRecordError(self._missing(record, field))
+            raise BadRecordError(self._create_missing_field_error(record, field))
         answer = record[field]
         if not isinstance(answer, str | list):
             raise BadRecordError(f"the field {field!r} is neither a text nor a list of messages")
         return answer
 
     @staticmethod
-    def _missing(record: Mapping[str, Any], field: str) -> str:
+    def _create_missing_field_error(record: Mapping[str, Any], field: str) -> str:
         return f"has no field {field!r}, which {_WHERE} names ({list_fields(record, field)})"
 
-    def _prompt_text(self, record: Mapping[str, Any], chosen: str, rejected: str) -> tuple[str, int]:
+    def _find_prompt_text(self, record: Mapping[str, Any], chosen: str, rejected: str) -> tuple[str, int]:
         """Return the prompt of two texts, and the start of the answers in them."""
         prompt = record.get(self._config.prompt_field)
         if isinstance(prompt, str):
@@ -119,13 +119,14 @@ class PreferenceFormat(RecordFormat):
         common_prompt = "".join(one for one, _ in common).removesuffix(" ")  # an answer keeps its leading space
         if not common_prompt:
             raise BadRecordError(
-                f"{self._missing(record, self._config.prompt_field)}, and the answers begin differently"
+                f"{self._create_missing_field_error(record, self._config.prompt_field)}, and the answers begin "
+                "differently"
             )
         return common_prompt, len(common_prompt)
 
-    def _prompt_messages(self, record: Mapping[str, Any], chosen: _Messages, rejected: _Messages) -> _Messages:
+    def _find_prompt_messages(self, record: Mapping[str, Any], chosen: _Messages, rejected: _Messages) -> _Messages:
         """Return the messages before two answers, and reduce the two lists to the answers."""
-        messages = _messages(record.get(self._config.prompt_field))
+        messages = _parse_messages(record.get(self._config.prompt_field))
         if messages is not None:
             return messages
         common = itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
@@ -135,9 +136,9 @@ class PreferenceFormat(RecordFormat):
             raise BadRecordError("the two answers begin with different messages, and there is no prompt: give it")
         return prompt
 
-    def _conversation(self, record: Mapping[str, Any], prompt: _Messages, answer: _Messages) -> Example:
+    def _build_conversation(self, record: Mapping[str, Any], prompt: _Messages, answer: _Messages) -> Example:
         earlier = [message | {"weight": 0} if message.get("role") == "assistant" else message for message in prompt]
-        return self._require_chat().example(self._record(record, [*earlier, *answer]), to_the_end=True)
+        return self._require_chat().build_example(self._record(record, [*earlier, *answer]), to_the_end=True)
 
     def _record(self, record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {self._require_chat().field: list(messages), _TOOLS: record.get(_TOOLS)}
@@ -146,7 +147,7 @@ class PreferenceFormat(RecordFormat):
         return require_chat(self._chat, "data.format is Preference and the answers are messages")
 
 
-def _messages(value: Any) -> _Messages | None:
+def _parse_messages(value: Any) -> _Messages | None:
     """Return a list of messages, also from JSON in a table of texts; None for anything else."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.data import BosToken, DataConfig
 from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
-from trainium_trainer.data.examples.chat import CLOCK, ChatFormat, find_control_tokens, today
+from trainium_trainer.data.examples.chat import CLOCK, ChatFormat, find_control_tokens, read_today
 from trainium_trainer.data.examples.function import MESSAGES, FunctionFormat, digest_of_function
 from trainium_trainer.data.examples.preference import PreferenceFormat
 from trainium_trainer.data.examples.templates import (
@@ -30,9 +30,9 @@ from trainium_trainer.data.sources.resolve import SourceSpec, pin_source
 from trainium_trainer.data.tokens.tokenizer import (
     ChatTemplates,
     SpecialTokens,
+    find_tokenizer_file,
     hash_tokenizer,
     read_special_tokens,
-    tokenizer_file,
 )
 from trainium_trainer.exits import UserError
 
@@ -73,7 +73,7 @@ class Recipe:
         """The maximum tokens of an example: the last one is only a target."""
         return self.sequence_length + 1
 
-    def _control_tokens(self, specials: Collection[str]) -> set[str]:
+    def _find_control_tokens(self, specials: Collection[str]) -> set[str]:
         """Return the special tokens that are text in a record: those that begin or end texts and messages."""
         variables = dict(self.special.tokens)
         templates = [template for template in astuple(self.chat_templates) if template is not None]
@@ -83,7 +83,7 @@ class Recipe:
 
     def record_format(self, specials: Collection[str]) -> RecordFormat:
         """Create the builder of examples; `specials` are the tokenizer's special tokens. Raises UserError."""
-        guard, config = SpecialTokenGuard(self._control_tokens(specials)), self.config
+        guard, config = SpecialTokenGuard(self._find_control_tokens(specials)), self.config
         if self.format is DataFormat.INSTRUCTION:
             return InstructionFormat(self.templates, guard)
         if self.format is DataFormat.CLASSIFICATION:
@@ -106,20 +106,20 @@ class Recipe:
         assert config.function is not None
         return FunctionFormat(config.function, chat, guard)
 
-    def key(self, cache_folder: Path | None) -> str:
+    def compute_key(self, cache_folder: Path | None) -> str:
         """Return a digest of everything on which the examples depend. Raises UserError or StorageError."""
         config, form = self.config, self.format
         chats = form in (DataFormat.CHAT, DataFormat.FUNCTION, DataFormat.PREFERENCE)
         parts: dict[str, Any] = {
             "version": _VERSION,
-            "source": self.spec.source.identity(cache_folder),
+            "source": self.spec.source.compute_identity(cache_folder),
             "format": form,
             "tokenizer": hash_tokenizer(Path(self.tokenizer)) if self.tokenizer is not None else None,
             "special": self.special.tokens,
             "template": [self.templates.prompt, self.templates.completion] if form is DataFormat.INSTRUCTION else None,
             "chat": [*astuple(self.chat_templates), config.chat.messages_field] if chats else None,
             "classification": config.classification.to_wire() if form is DataFormat.CLASSIFICATION else None,
-            "function": self.key_of_function(),
+            "function": self.compute_function_key(),
             "where": config.where,
             "loss": config.loss,
             "tooLong": config.too_long,
@@ -133,7 +133,7 @@ class Recipe:
             parts["bos"] = self.bos
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def key_of_function(self) -> str | None:
+    def compute_function_key(self) -> str | None:
         """Return the digest of the user's function; None for other formats. Raises UserError."""
         if self.format is not DataFormat.FUNCTION:
             return None
@@ -166,7 +166,7 @@ def build_recipe(config: DataConfig, source: str, tokenizer: Path | None) -> Rec
         sequence_length=config.sequence_length,
         max_bad_lines=config.max_bad_lines,
         bos=config.bos,
-        date=(config.examples.chat.date or today()) if _has_clock(config, chat_templates) else None,
+        date=(config.examples.chat.date or read_today()) if _has_clock(config, chat_templates) else None,
     )
 
 
@@ -187,13 +187,13 @@ def _has_clock(config: DataConfig, templates: ChatTemplates) -> bool:
     return chats and any(CLOCK in template for template in astuple(templates) if template is not None)
 
 
-def with_date(config: DataConfig, date: str | None) -> DataConfig:
+def pin_date(config: DataConfig, date: str | None) -> DataConfig:
     """Return the configuration with a date if its examples depend on one and it has none. Raises UserError."""
     chat, tokenizer = config.examples.chat, config.tokenizer
     if chat.date is not None or config.format is DataFormat.TEXT:
         return config
-    special = SpecialTokens(()) if tokenizer.path is None else read_special_tokens(tokenizer_file(tokenizer))
+    special = SpecialTokens(()) if tokenizer.path is None else read_special_tokens(find_tokenizer_file(tokenizer))
     if not _has_clock(config, _find_chat_templates(config, special)):
         return config
-    dated = chat.model_copy(update={"date": date or today()})
+    dated = chat.model_copy(update={"date": date or read_today()})
     return config.model_copy(update={"examples": config.examples.model_copy(update={"chat": dated})})

@@ -66,8 +66,8 @@ class ExampleSample:
     examples: Sequence[tuple[NDArray[Any], NDArray[np.bool_]]]
     """The tokens of each example, and which of them are learned."""
 
-    def rows(self, rules: SampleRules) -> tuple[Row, ...]:
-        """See `Sample.rows`; the last token of an example is only a target.
+    def list_rows(self, rules: SampleRules) -> tuple[Row, ...]:
+        """See `Sample.list_rows`; the last token of an example is only a target.
 
         Without a mask the next example follows it, whose first token is not learned.
         """
@@ -121,14 +121,14 @@ class ExampleSampleSource:
         """Return the number of samples of one epoch."""
         return len(self._starts) - 1
 
-    def members(self, index: int) -> list[int]:
+    def list_members(self, index: int) -> list[int]:
         """Return the examples of sequence `index`, as indices into the store."""
         start, end = self._starts[index : index + 2]
         return [int(number) for number in self._members[start:end]]
 
     def sample(self, rules: SampleRules, number: int, index: int) -> ExampleSample:
         """See `SampleSource.sample`."""
-        examples = [self._stored.example(member) for member in self.members(index)]
+        examples = [self._stored.read_example(member) for member in self.list_members(index)]
         for ids, _ in examples:
             rules.check_tokens(ids, self.name)
         return ExampleSample(number, examples)
@@ -146,8 +146,8 @@ class PairSample:
     references: tuple[float, float]
     """The log-probability of each answer by the reference model; 0 if it is not computed ahead."""
 
-    def rows(self, rules: SampleRules) -> tuple[Row, ...]:  # noqa: ARG002 - as `Sample` has it
-        """See `Sample.rows`."""
+    def list_rows(self, rules: SampleRules) -> tuple[Row, ...]:  # noqa: ARG002 - as `Sample` has it
+        """See `Sample.list_rows`."""
         return tuple(
             Row(ids[:-1], ids[1:], loss_mask[1:], None, max(0, answer - 1), reference)
             for (ids, loss_mask), answer, reference in zip(self.examples, self.answers, self.references, strict=True)
@@ -174,12 +174,12 @@ class PairSampleSource:
 
     def sample(self, rules: SampleRules, number: int, index: int) -> PairSample:
         """See `SampleSource.sample`."""
-        return self.pair(rules, number, int(self._preferred[index]))
+        return self.read_pair(rules, number, int(self._preferred[index]))
 
-    def pair(self, rules: SampleRules, number: int, first: int) -> PairSample:
+    def read_pair(self, rules: SampleRules, number: int, first: int) -> PairSample:
         """Return the pair whose preferred answer is example `first` of the store, as sample `number`."""
         members = (first, first + 1)
-        examples = [self.stored.example(member) for member in members]
+        examples = [self.stored.read_example(member) for member in members]
         for ids, _ in examples:
             rules.check_tokens(ids, self.name)
         answers = [int(self.stored.answers[member]) if self._learns_prompts else 0 for member in members]

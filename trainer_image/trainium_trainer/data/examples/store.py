@@ -42,7 +42,7 @@ class StoredExamples:
         self.manifest = self._prepared.manifest
         columns: dict[str, list[NDArray[Any]]] = {name: [] for name in ("lengths", "answer", "document", "before")}
         for number in range(len(self._prepared.batch_tokens)):
-            batch = self._prepared.arrow_batch(number)
+            batch = self._prepared.read_arrow_batch(number)
             columns["lengths"].append(np.diff(from_arrow(batch.column("tokens").offsets)))
             for name in ("answer", "document", "before"):
                 columns[name].append(from_arrow(batch.column(name)))
@@ -60,13 +60,13 @@ class StoredExamples:
     def __len__(self) -> int:
         return len(self._places)
 
-    def example(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    def read_example(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Return the tokens of an example, and which of them are learned."""
         piece = int(self._places[number])
         batch = int(np.searchsorted(self._prepared.piece_ends, piece, side="right"))
         row = piece - (int(self._prepared.piece_ends[batch - 1]) if batch else 0)
         values, starts, _ = self._prepared.batch(batch)
-        loss_mask = from_arrow(self._prepared.arrow_batch(batch).column("trained").values).view(np.bool_)
+        loss_mask = from_arrow(self._prepared.read_arrow_batch(batch).column("trained").values).view(np.bool_)
         tokens = slice(int(starts[row]), int(starts[row + 1]))
         return values[tokens], loss_mask[tokens]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainium_trainer.data.sources.files import HUB, S3, read_with_retries, s3
+from trainium_trainer.data.sources.files import HUB, S3, open_s3, read_with_retries
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ class GuardedText:
             self.text + other.text, (*self.plain, *((start + shift, end + shift) for start, end in other.plain))
         )
 
-    def part(self, start: int = 0, end: int | None = None) -> GuardedText:
+    def slice_text(self, start: int = 0, end: int | None = None) -> GuardedText:
         """Return the text between two positions, neither of which is within a special token."""
         ranges = [(a - start, b - start) for a, b in self.plain if a >= start and (end is None or b <= end)]
         return GuardedText(self.text[start:end], tuple(ranges))
 
-    def pieces(self) -> Iterator[tuple[int, str, bool]]:
+    def iterate_pieces(self) -> Iterator[tuple[int, str, bool]]:
         """Yield the position and the text of each piece, and whether its special tokens are encoded as text."""
         position = 0
         for start, end in (*self.plain, (len(self.text), len(self.text))):
@@ -95,7 +95,7 @@ class Example:
     @property
     def prompt(self) -> GuardedText:
         """The text before the last answer."""
-        return self.guarded.part(0, self.answers[-1][0])
+        return self.guarded.slice_text(0, self.answers[-1][0])
 
     @property
     def answer(self) -> str:
@@ -104,11 +104,11 @@ class Example:
         return self.text[start:end]
 
 
-def without_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """Return a value without null keys of dictionaries, with which tables fill in missing keys."""
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def build_pair(prompt: GuardedText, answer: GuardedText, label: str | None = None) -> Example:
@@ -145,11 +145,11 @@ class RecordFormat(ABC):
         self.guard = guard
 
     @abstractmethod
-    def examples(self, record: Record) -> tuple[Example, ...]:
+    def build_examples(self, record: Record) -> tuple[Example, ...]:
         """Return the examples of a record; empty if the function leaves it out. Raises BadRecordError, UserError."""
 
     @abstractmethod
-    def prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
+    def render_prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
         """Return the prompt of a record without an answer, and whether it includes its BOS prefix.
 
         Raises BadRecordError, UserError.
@@ -160,7 +160,7 @@ class RecordFormat(ABC):
         """Build a record that has only `text` as its prompt. Raises UserError if a prompt needs several fields."""
 
     @abstractmethod
-    def unused(self, fields: Mapping[str, Any]) -> Iterator[str]:
+    def find_unused_fields(self, fields: Mapping[str, Any]) -> Iterator[str]:
         """Yield the fields of a record on which no example depends."""
 
 
@@ -210,10 +210,10 @@ def read_field(record: Mapping[str, Any], field: str, where: str) -> str:
     """Return a field's value as text; a null is empty. Raises BadRecordError if the field is missing."""
     if field not in record:
         raise BadRecordError(f"has no field {field!r}, which {where} names ({list_fields(record, field)})")
-    return as_text(record[field])
+    return convert_to_text(record[field])
 
 
-def as_text(value: Any) -> str:
+def convert_to_text(value: Any) -> str:
     """Return a value as text, JSON unless it is a text."""
     if isinstance(value, str):
         return value
@@ -247,7 +247,7 @@ class RecordFilter:
             if field not in record:
                 fits = False
                 continue
-            text = as_text(record[field])
+            text = convert_to_text(record[field])
             seen = self.found.setdefault(field, {})
             if len(seen) < _MAX_REMEMBERED_VALUES:
                 seen[text[:80]] = None
@@ -293,24 +293,24 @@ class _TemplateFormat(RecordFormat):
     """The fields on which an example depends."""
     _prompt: Template
 
-    def prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
+    def render_prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
         """Render the template."""
-        return self._template(fields).render(fields, self.guard), False
+        return self._choose_template(fields).render(fields, self.guard), False
 
     def record_of_prompt(self, text: str) -> dict[str, Any]:
         """Return the field of a template that has a single one."""
-        names = self._template({}).fields
+        names = self._choose_template({}).fields
         if len(names) != 1:
             raise UserError(
                 f"a prompt of this data.format needs the fields {', '.join(names)}: give a JSON object with them"
             )
         return {names[0]: text}
 
-    def unused(self, fields: Mapping[str, Any]) -> Iterator[str]:
+    def find_unused_fields(self, fields: Mapping[str, Any]) -> Iterator[str]:
         """Yield the fields that neither the prompt nor the answer has."""
         yield from (name for name in fields if name not in self.fields)
 
-    def _template(self, record: Mapping[str, Any]) -> Template:  # noqa: ARG002 - for a form with two templates
+    def _choose_template(self, record: Mapping[str, Any]) -> Template:  # noqa: ARG002 - for a form with two templates
         return self._prompt
 
 
@@ -326,14 +326,14 @@ class InstructionFormat(_TemplateFormat):
         self._completion = parse_template(templates.completion or _COMPLETION, f"{templates.where}.completion")
         self.fields = frozenset((*self._prompt.fields, *self._completion.fields))
 
-    def examples(self, record: Record) -> tuple[Example, ...]:
+    def build_examples(self, record: Record) -> tuple[Example, ...]:
         """Render both templates."""
-        prompt, _ = self.prompt(record.fields)
+        prompt, _ = self.render_prompt(record.fields)
         return (build_pair(prompt, self._completion.render(record.fields, self.guard)),)
 
-    def _template(self, record: Mapping[str, Any]) -> Template:
+    def _choose_template(self, record: Mapping[str, Any]) -> Template:
         """Return the template of a record; the built-in one leaves an empty context out."""
-        if self._short is not None and not as_text(record.get(_CONTEXT)).strip():
+        if self._short is not None and not convert_to_text(record.get(_CONTEXT)).strip():
             return self._short
         return self._prompt
 
@@ -382,8 +382,8 @@ def _read_remote_template(source: str) -> tuple[str, bytes] | None:
     def content() -> tuple[str, bytes] | None:
         for folder in (path, path.rpartition("/")[0]):
             name = f"{folder}/{TEMPLATE_FILE}"
-            if folder and s3().get_file_info(name).type == fs.FileType.File:
-                with s3().open_input_file(name) as stream:
+            if folder and open_s3().get_file_info(name).type == fs.FileType.File:
+                with open_s3().open_input_file(name) as stream:
                     return S3 + name, bytes(stream.read())
         return None
 
@@ -408,9 +408,9 @@ class ClassificationFormat(_TemplateFormat):
             self._prompt = parse_template("".join(lines) + "label:", f"{_WHERE}.textFields")
         self.fields = frozenset((*self._prompt.fields, config.label_field))
 
-    def examples(self, record: Record) -> tuple[Example, ...]:
+    def build_examples(self, record: Record) -> tuple[Example, ...]:
         """Render the template and find the class."""
-        (prompt, _), label = self.prompt(record.fields), self._label(record.fields)
+        (prompt, _), label = self.render_prompt(record.fields), self._label(record.fields)
         answer = label if prompt.text[-1:].isspace() else f" {label}"
         return (build_pair(prompt, GuardedText(answer), label),)
 
@@ -421,7 +421,7 @@ class ClassificationFormat(_TemplateFormat):
                 f"has no field {field!r}, which {_WHERE}.labelField names ({list_fields(record, field)})"
             )
         value = record[field]
-        text = as_text(value).strip()
+        text = convert_to_text(value).strip()
         if text in labels:
             return text
         number = int(value) if isinstance(value, bool) else _parse_integer(text)

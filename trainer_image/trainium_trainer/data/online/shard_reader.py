@@ -94,7 +94,7 @@ class ShardReader:
             share, plan = self._share, self._streams.plan
             count = min(self._streams.workers, share.size)
             marks = [share.offset + number * share.size // max(1, count) for number in range(count + 1)]
-            counts = self._counts.by_source(len(plan.sources))
+            counts = self._counts.group_by_source(len(plan.sources))
             self._workers = Workers(count)
             for number, (first, last) in enumerate(itertools.pairwise(marks)):
                 self._workers.send(number, initialize_shards, plan, range(first, last), counts)
@@ -110,8 +110,8 @@ class ShardReader:
             if not block.skipped:
                 continue
             if not self._skipped:
-                _log.warning("data.source %s: skipped", block.skipped[0].message())
-            counts.first_skipped = counts.first_skipped or block.skipped[0].message()
+                _log.warning("data.source %s: skipped", block.skipped[0].format_message())
+            counts.first_skipped = counts.first_skipped or block.skipped[0].format_message()
             counts.skipped += len(block.skipped)
             self._skipped += len(block.skipped)
             refuse_skipped(self._skipped, block.skipped[-1], limit)

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.batches.order import Mixture, shuffled
+from trainium_trainer.data.batches.order import Mixture, find_shuffled_item
 from trainium_trainer.data.prepared.reader import PreparedData, divide_file_checks
 from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, SkippedRecord
-from trainium_trainer.data.tokens.encoding import DocumentEncoder, held_back_mask
+from trainium_trainer.data.tokens.encoding import DocumentEncoder, select_held_back
 from trainium_trainer.data.tokens.tokenizer import NO_BOS_PREFIX, BosPrefix
 from trainium_trainer.exits import UserError
 from trainium_worker.data import Permutation
@@ -108,7 +108,7 @@ class PreparedBlocks:
         """Return the tokens of a block without those of held-back documents."""
         values, starts, documents = self._prepared.batch(block)
         if self._held_back is not None:
-            values = values[np.repeat(~held_back_mask(documents, self._held_back), np.diff(starts))]
+            values = values[np.repeat(~select_held_back(documents, self._held_back), np.diff(starts))]
         return BlockTokens(values)
 
 
@@ -142,7 +142,7 @@ class TextBlocks:
         encoded = [
             part.tokens
             if self._held_back is None
-            else part.select(~held_back_mask(part.documents, self._held_back)).tokens
+            else part.select(~select_held_back(part.documents, self._held_back)).tokens
             for part in parts
         ]
         tokens = np.concatenate(encoded) if encoded else np.empty(0, self._encoder.dtype)
@@ -171,14 +171,14 @@ class _Stream:
     _buffered: int = 0
     _empty: int = 0  # consecutive blocks without tokens
 
-    def _next_block(self) -> int:
-        return shuffled(self.shard + self._next * self.shards, len(self.blocks), self.seed)
+    def _read_next_block(self) -> int:
+        return find_shuffled_item(self.shard + self._next * self.shards, len(self.blocks), self.seed)
 
     def seek(self, token: int, log: _ReadLog) -> None:
         """Move the stream to a token, counted from the beginning of the run."""
         self._next, self._buffer, self._buffered = 0, [], 0
         while True:
-            block = self._next_block()
+            block = self._read_next_block()
             count = self.blocks.count(block)
             if count is None:
                 count = len(log.read(self.blocks, block, is_consumed=False))
@@ -197,7 +197,7 @@ class _Stream:
 
     def _fill(self, wanted: int, log: _ReadLog) -> None:
         while self._buffered < wanted:
-            tokens = log.read(self.blocks, self._next_block(), is_consumed=True)
+            tokens = log.read(self.blocks, self._read_next_block(), is_consumed=True)
             self._advance(len(tokens))
             if len(tokens):
                 self._buffer.append(tokens)
@@ -272,14 +272,14 @@ class StreamShards:
                 ]
             )
 
-    def rows(self, step: int) -> ShardSamples:
+    def read_rows(self, step: int) -> ShardSamples:
         """Return the samples of a step; fast for consecutive steps. Raises UserError or StorageError."""
         log = _ReadLog(self._source_numbers)
         length = self._plan.sequence_length
         if step != self._step + 1 or self._step < 0:
             for mixture, streams in zip(self._mixtures, self._streams, strict=True):
                 for source, stream in enumerate(streams):
-                    stream.seek(mixture.before(step, source) * length, log)
+                    stream.seek(mixture.count_before(step, source) * length, log)
         self._step = step
         rows = [
             streams[mixture[step][0]].sample(length, log)

@@ -70,7 +70,7 @@ class Streams:
         """None, because samples are not counted ahead."""
         return
 
-    def numbers(self, position: int, count: int) -> list[int]:
+    def list_numbers(self, position: int, count: int) -> list[int]:
         """Return the numbers of samples position .. position + count - 1, which are their positions."""
         return list(range(position, position + count))
 
@@ -87,7 +87,7 @@ def open_streams(
     by_hash = validation is not None and validation.split is ValidationSplit.DOCUMENT_HASH
     sources, sample_sources, identities = [], [], []
     for text_source in texts.sources:
-        source, identity = _shard_source(text_source, global_size, texts.cache)
+        source, identity = _open_shard_source(text_source, global_size, texts.cache)
         identities.append([identity, source.blocks])
         if validation is not None and fraction is not None:
             training_blocks = source.blocks if by_hash else int(source.blocks * (1 - fraction))
@@ -118,14 +118,14 @@ def open_streams(
         "format": _FORMAT,
     }
     facts |= end_facts(tokenizer)
-    if begins := texts.bos_prefix.facts():
+    if begins := texts.bos_prefix.list_settings():
         facts["bos"] = begins
     identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     streams = Streams(plan, rules, config.workers or 1, config.max_bad_lines, identity)
     return streams, sample_sources, {"online": facts, "shards": global_size}
 
 
-def _shard_source(text_source: TextSource, shards: int, cache: Path) -> tuple[ShardSource, str]:
+def _open_shard_source(text_source: TextSource, shards: int, cache: Path) -> tuple[ShardSource, str]:
     """Return a source of the shards and its identity."""
     if text_source.prepared is not None:
         prepared = PreparedData(text_source.prepared)
@@ -135,7 +135,7 @@ def _shard_source(text_source: TextSource, shards: int, cache: Path) -> tuple[Sh
         return source, prepared.manifest.identity
     text = text_source.spec.source
     target = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, text.size // (_BLOCKS_PER_SHARD * shards)))
-    identity = f"{text.identity(cache)}-{target}"
+    identity = f"{text.compute_identity(cache)}-{target}"
     blocks_file = _list_blocks_once(text_source, identity, target, cache)
     blocks = len(np.load(blocks_file, mmap_mode="r"))
     if not blocks:
@@ -178,7 +178,7 @@ def _open_held_back(
         return TextSampleSource(name, TokenRange(prepared, int(prepared.ends[training_blocks - 1]), prepared.tokens))
     assert source.blocks_file is not None
     held_back = HeldBackText(fraction, max_tokens, source.blocks_file, 0 if fraction is not None else training_blocks)
-    return TextSampleSource(name, texts.tokens(text_source, held=held_back))
+    return TextSampleSource(name, texts.open_tokens(text_source, held=held_back))
 
 
 # ---- the token counts of blocks --------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class BlockCounts:
             except OSError as error:
                 _log.warning("%s: block counts are not remembered (%s)", folder, error.strerror)
 
-    def by_source(self, sources: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    def group_by_source(self, sources: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
         """Return the counted blocks of each source, and their numbers of tokens."""
         parts = [_read(path) for path in self._folder.glob(f"{self._prefix}*.idx")] if self._folder else []
         records = np.concatenate(parts) if parts else np.empty(0, _RECORD)

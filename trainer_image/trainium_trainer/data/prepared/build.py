@@ -31,7 +31,7 @@ from trainium_trainer.data.prepared.reader import (
 )
 from trainium_trainer.data.sources.documents import FileBlock, refuse_skipped, refuse_skipped_share
 from trainium_trainer.data.sources.files import hold_lock
-from trainium_trainer.data.tokens.encoding import RecordCounts, TokenBlock, list_blocks, token_type
+from trainium_trainer.data.tokens.encoding import RecordCounts, TokenBlock, choose_token_type, list_blocks
 from trainium_trainer.data.tokens.tokenizer import NO_BOS_PREFIX, BosPrefix, hash_tokenizer
 from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import UserError
@@ -122,10 +122,10 @@ class PartialFolder:
             self.path.mkdir(parents=True)
             _write_durably(plan, json.dumps(key))
         self.shards: list[Shard] = []
-        while (note := self._progress_record(len(self.shards))).exists():
+        while (note := self._read_progress(len(self.shards))).exists():
             self.shards.append(Shard.from_json(json.loads(note.read_text(encoding="utf-8"))))
 
-    def _progress_record(self, number: int) -> Path:
+    def _read_progress(self, number: int) -> Path:
         return self.path / f"tokens-{number:05d}.json"
 
     @property
@@ -133,7 +133,7 @@ class PartialFolder:
         """The number of finished blocks of the source."""
         return self.shards[-1].blocks if self.shards else 0
 
-    def total(self, name: str) -> int:
+    def sum_field(self, name: str) -> int:
         """Return the sum of a field of the finished files."""
         return sum(getattr(shard, name) for shard in self.shards)
 
@@ -151,13 +151,13 @@ class PartialFolder:
                 blocks = [(number, block) for number, blocks_of_file in enumerate(listed) for block in blocks_of_file]
             remaining = blocks[self.finished_blocks :]
             pool.grow(min(workers or min(_MAX_WORKERS, len(os.sched_getaffinity(0))), len(remaining)))
-            results = self._with_progress(pool.map(inputs.encode, remaining), remaining, blocks, progress)
-            self._write(inputs.select(results), token_type(vocabulary), end)
-        manifest = self._manifest(vocabulary, end)
+            results = self._report_progress(pool.map(inputs.encode, remaining), remaining, blocks, progress)
+            self._write(inputs.select(results), choose_token_type(vocabulary), end)
+        manifest = self._create_manifest(vocabulary, end)
         inputs.refuse_empty(manifest)
         self._publish(manifest)
 
-    def _with_progress(
+    def _report_progress(
         self,
         results: Iterator[list[TokenBlock]],
         remaining: list[tuple[int, FileBlock]],
@@ -167,7 +167,7 @@ class PartialFolder:
         """Yield results and report progress."""
         total = sum(block.size for _, block in blocks)
         done = total - sum(block.size for _, block in remaining)
-        tokens, documents, skipped = (self.total(name) for name in ("tokens", "documents", "skipped"))
+        tokens, documents, skipped = (self.sum_field(name) for name in ("tokens", "documents", "skipped"))
         resumed = tokens
         progress(BuildProgress(done, total, documents, tokens, skipped, resumed))
         for (_, block), encoded in zip(remaining, results, strict=True):
@@ -180,7 +180,7 @@ class PartialFolder:
 
     def _write(self, results: Iterator[list[TokenBlock]], dtype: np.dtype[Any], end: int) -> None:
         """Write results to as many files of tokens as needed."""
-        done, skipped, inputs = self.finished_blocks, self.total("skipped"), self._inputs
+        done, skipped, inputs = self.finished_blocks, self.sum_field("skipped"), self._inputs
         writer: ShardWriter | None = None
         for encoded in results:
             if writer is None:
@@ -200,22 +200,22 @@ class PartialFolder:
     def _record_shard(self, writer: ShardWriter, blocks: int) -> None:
         """Record a finished file, which a resumed build reuses."""
         shard = writer.finish(blocks)
-        _write_durably(self._progress_record(len(self.shards)), json.dumps(asdict(shard)))
+        _write_durably(self._read_progress(len(self.shards)), json.dumps(asdict(shard)))
         self.shards.append(shard)
 
-    def _manifest(self, vocabulary: int, end: int) -> PreparedManifest:
+    def _create_manifest(self, vocabulary: int, end: int) -> PreparedManifest:
         """Return the manifest of the finished files."""
         digest, inputs = hashlib.sha256("".join(shard.digest for shard in self.shards).encode()), self._inputs
         return PreparedManifest(
             key=self._key,
             identity=digest.hexdigest(),
             sources=tuple(spec.name for spec in inputs.specs),
-            tokens=self.total("tokens"),
-            documents=self.total("documents"),
-            skipped=self.total("skipped"),
+            tokens=self.sum_field("tokens"),
+            documents=self.sum_field("documents"),
+            skipped=self.sum_field("skipped"),
             examples=tuple(example for shard in self.shards for example in shard.examples)[:_EXAMPLES],
             vocabulary=vocabulary,
-            dtype=token_type(vocabulary).name,
+            dtype=choose_token_type(vocabulary).name,
             end_of_document=end,
             tokenizer=hash_tokenizer(inputs.tokenizer),
             shards=tuple(self.shards),
@@ -278,7 +278,7 @@ class ShardWriter:
         """Append a block; small blocks are combined."""
         self.skipped += len(block.skipped)
         space = _EXAMPLES - len(self.examples)
-        self.examples += [skipped.message() for skipped in block.skipped[:space]]
+        self.examples += [skipped.format_message() for skipped in block.skipped[:space]]
         if block.counts is not None:
             self._counts = self._counts or RecordCounts()
             self._counts.add(block.counts)
@@ -378,7 +378,7 @@ def build(
                 try:
                     partial.build(workers, progress)
                 except UserError:
-                    if not partial.total("documents"):  # else a later build continues it
+                    if not partial.sum_field("documents"):  # else a later build continues it
                         shutil.rmtree(partial.path, ignore_errors=True)
                     raise
     manifest = read_manifest(folder)

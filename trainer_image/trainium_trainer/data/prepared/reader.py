@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from trainium_trainer.data.sources.files import write_cache_file
-from trainium_trainer.data.tokens.encoding import RecordCounts, held_back_mask
+from trainium_trainer.data.tokens.encoding import RecordCounts, select_held_back
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE
 from trainium_trainer.exits import UnreadableError, UserError
 
@@ -244,13 +244,13 @@ class PreparedData:
         except pa.ArrowException as error:
             raise UserError(f"data.source {file}: not an Arrow file ({error}): copy it again") from error
 
-    def arrow_batch(self, number: int) -> Any:
+    def read_arrow_batch(self, number: int) -> Any:
         """Return a record batch."""
         return self._reader(int(self._shard[number])).get_batch(int(self._batch[number]))
 
     def _open_batch(self, number: int) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.uint64]]:
         """Return tokens, piece boundaries (one more than pieces) and document hashes of a record batch."""
-        batch = self.arrow_batch(number)
+        batch = self.read_arrow_batch(number)
         column = batch.column("tokens")
         starts = from_arrow(column.offsets)
         values = from_arrow(column.values)
@@ -299,7 +299,7 @@ class DocumentSelection:
     def _select(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return starts, lengths and ends (among the selected) of the selected pieces of a batch."""
         _, starts, documents = self._prepared.batch(number)
-        chosen = held_back_mask(documents, self._fraction) == self._validation
+        chosen = select_held_back(documents, self._fraction) == self._validation
         lengths = np.diff(starts)[chosen]
         return starts[:-1][chosen], lengths, np.cumsum(lengths)
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trainium_trainer.data.prepared.reader import KIND, MANIFEST_FILE, is_prepared, read_manifest
-from trainium_trainer.data.sources.files import S3, hold_lock, read_with_retries, s3
+from trainium_trainer.data.sources.files import S3, hold_lock, open_s3, read_with_retries
 from trainium_trainer.data.sources.resolve import list_sources
-from trainium_trainer.data.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, count_entries, tokenizer_file
+from trainium_trainer.data.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, count_entries, find_tokenizer_file
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.data import DataConfig
@@ -34,10 +34,10 @@ _COPIED_AT_ONCE = 16 << 20
 def find_vocabulary_size(config: DataConfig) -> int:
     """Return the size of the data's tokenizer; access S3 only for data in S3. Raises UserError, StorageError."""
     if config.tokenizer.path is not None:
-        return count_entries(tokenizer_file(config.tokenizer))
+        return count_entries(find_tokenizer_file(config.tokenizer))
     for name, _, _ in list_sources(config):
         if name.startswith(S3):
-            manifest = _remote_manifest(name)
+            manifest = _read_remote_manifest(name)
             if manifest is not None:
                 return int(json.loads(manifest)["vocabulary"])
         elif is_prepared(folder := Path(name).expanduser()):
@@ -48,20 +48,20 @@ def find_vocabulary_size(config: DataConfig) -> int:
 def has_prepared_sources(config: DataConfig) -> bool:
     """Return whether a source includes its tokenizer; access S3 only for data in S3. Raises UserError, StorageError."""
     return any(
-        _remote_manifest(name) is not None if name.startswith(S3) else is_prepared(Path(name).expanduser())
+        _read_remote_manifest(name) is not None if name.startswith(S3) else is_prepared(Path(name).expanduser())
         for name, _, _ in list_sources(config)
     )
 
 
-def _remote_manifest(name: str) -> bytes | None:
+def _read_remote_manifest(name: str) -> bytes | None:
     from pyarrow import fs  # noqa: PLC0415 - only data in S3 pays for it
 
-    path = _object_key(name, MANIFEST_FILE)
+    path = _format_object_key(name, MANIFEST_FILE)
 
     def text() -> bytes | None:
-        if s3().get_file_info(path).type != fs.FileType.File:
+        if open_s3().get_file_info(path).type != fs.FileType.File:
             return None
-        with s3().open_input_file(path) as stream:
+        with open_s3().open_input_file(path) as stream:
             return bytes(stream.read())
 
     content = read_with_retries(name, text)
@@ -73,7 +73,7 @@ def copy_from_s3(name: str, cache: Path) -> Path | None:
 
     Files of an interrupted copy are reused. Raises UserError or StorageError.
     """
-    manifest = _remote_manifest(name)
+    manifest = _read_remote_manifest(name)
     if manifest is None:
         return None
     folder = cache / f"mirror-{hashlib.sha256(manifest).hexdigest()[:32]}"
@@ -92,7 +92,7 @@ def copy_from_s3(name: str, cache: Path) -> Path | None:
             target = partial / file
             if not target.exists() or target.stat().st_size != size:
                 read_with_retries(f"{name.rstrip('/')}/{file}", functools.partial(_copy, name, file, target))
-        if read_with_retries(name, lambda: s3().get_file_info(_object_key(name, CONFIG_FILE)).is_file):
+        if read_with_retries(name, lambda: open_s3().get_file_info(_format_object_key(name, CONFIG_FILE)).is_file):
             read_with_retries(
                 f"{name.rstrip('/')}/{CONFIG_FILE}", lambda: _copy(name, CONFIG_FILE, partial / CONFIG_FILE)
             )
@@ -101,12 +101,12 @@ def copy_from_s3(name: str, cache: Path) -> Path | None:
     return folder
 
 
-def _object_key(name: str, file: str) -> str:
+def _format_object_key(name: str, file: str) -> str:
     return f"{name.removeprefix(S3).rstrip('/')}/{file}"
 
 
 def _copy(name: str, file: str, target: Path) -> None:
     temporary = target.with_name(target.name + ".tmp")
-    with s3().open_input_stream(_object_key(name, file)) as stream, temporary.open("wb") as copy:
+    with open_s3().open_input_stream(_format_object_key(name, file)) as stream, temporary.open("wb") as copy:
         shutil.copyfileobj(stream, copy, _COPIED_AT_ONCE)
     temporary.replace(target)

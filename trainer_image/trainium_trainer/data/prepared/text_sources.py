@@ -33,8 +33,8 @@ from trainium_trainer.data.sources.resolve import SourceSpec, list_sources, pin_
 from trainium_trainer.data.tokens.encoding import (
     TokenBlock,
     encode,
-    held_back_mask,
     initialize_worker,
+    select_held_back,
     train_for_texts,
 )
 from trainium_trainer.data.tokens.tokenizer import (
@@ -44,8 +44,8 @@ from trainium_trainer.data.tokens.tokenizer import (
     count_entries,
     end_facts,
     find_document_bos_prefix,
+    find_tokenizer_file,
     hash_tokenizer,
-    tokenizer_file,
     write_tokenizer,
 )
 from trainium_trainer.exits import StorageError, TrainerError, UserError
@@ -64,27 +64,27 @@ _SECONDS_BETWEEN_LINES = 10.0
 _NOT_A_FOLDER = frozenset({errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
 
 
-def cache_directory(config: DataConfig) -> Path:
+def find_cache_directory(config: DataConfig) -> Path:
     """Return the folder of tokenizers and tokens on this machine."""
     if config.cache_directory is not None:
         return Path(config.cache_directory).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.home() may raise
     if os.access(base, os.W_OK) or os.access(Path(base).parent, os.W_OK):
         return Path(base) / "trainium-trainer"
-    return _temporary_folder()
+    return _create_temporary_folder()
 
 
-def with_cache(config: DataConfig, work: Callable[[Path], T]) -> T:
+def run_with_cache(config: DataConfig, work: Callable[[Path], T]) -> T:
     """Run some work with the cache folder, or with a folder on this node's disk if the cache cannot be used.
 
     A read-only cache is still read. Raises UserError if the cache is not a folder, and the errors of the work.
     """
-    cache = cache_directory(config)
+    cache = find_cache_directory(config)
     try:
         with use_cache(cache):
             return work(cache)
     except (UserError, StorageError) as error:
-        cause, other = error.__cause__, _temporary_folder()
+        cause, other = error.__cause__, _create_temporary_folder()
         if not isinstance(error, _CacheError) or getattr(cause, "errno", None) in _NOT_A_FOLDER or other == cache:
             raise
         _log.warning("%s; it is only a cache: what is not in it is made again in %s", error, other)
@@ -104,7 +104,7 @@ class _FailingCacheError(_CacheError, StorageError):
     """The cache is full or fails."""
 
 
-def _temporary_folder() -> Path:
+def _create_temporary_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"trainium-trainer-{os.getuid()}"
 
 
@@ -128,7 +128,7 @@ def use_cache(cache: Path) -> Iterator[Path]:
         ) from error
 
 
-def prepared_folder(name: str, cache: Path) -> Path | None:
+def find_prepared_folder(name: str, cache: Path) -> Path | None:
     """Return the folder of prepared data of a source; None for other sources."""
     if not name.startswith(S3):
         folder = Path(name).expanduser()
@@ -149,7 +149,7 @@ class HeldBackText:
     first: int
     """The first block to read."""
 
-    def blocks(self) -> list[FileBlock]:
+    def list_blocks(self) -> list[FileBlock]:
         """Return the blocks to read."""
         return [FileBlock(*row) for row in np.load(self.blocks_file)[self.first :].tolist()]
 
@@ -159,7 +159,7 @@ class HeldBackText:
         for encoded in results:
             selected = encoded
             if self.fraction is not None:
-                selected = [block.select(held_back_mask(block.documents, self.fraction)) for block in encoded]
+                selected = [block.select(select_held_back(block.documents, self.fraction)) for block in encoded]
             tokens += sum(len(block.tokens) for block in selected)
             yield selected
             if tokens >= self.max_tokens:
@@ -181,23 +181,23 @@ class PreparedRecipe:
         """The sources, for messages."""
         return ", ".join(spec.name for spec in self.specs)
 
-    def key(self, cache_folder: Path | None) -> str:
+    def compute_key(self, cache_folder: Path | None) -> str:
         """Return a digest of everything on which the result depends. Raises UserError or StorageError."""
         parts: list[Any] = [
             FORMAT,
             hash_tokenizer(self.tokenizer),
-            [spec.source.identity(cache_folder) for spec in self.specs],
+            [spec.source.compute_identity(cache_folder) for spec in self.specs],
         ]
         if self.held_back is not None:
             held_back = self.held_back
             parts.append([held_back.fraction, held_back.max_tokens, held_back.first, Path(held_back.blocks_file).name])
-        if facts := self.bos_prefix.facts():
+        if facts := self.bos_prefix.list_settings():
             parts.append({"bos": facts})
         if end := end_facts(self.tokenizer):
             parts.append(end)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def inputs(self) -> BuildInputs:
+    def open_inputs(self) -> BuildInputs:
         """Return the inputs of a build. Raises UserError."""
         held_back = self.held_back
         return BuildInputs(
@@ -212,7 +212,7 @@ class PreparedRecipe:
             block_bytes=BLOCK_BYTES,
             files=functools.partial(write_tokenizer, self.tokenizer),
             bos_prefix=self.bos_prefix,
-            blocks=None if held_back is None else held_back.blocks,
+            blocks=None if held_back is None else held_back.list_blocks,
             select=iter if held_back is None else held_back.select,
         )
 
@@ -253,12 +253,12 @@ class TextSources:
     def open(config: DataConfig, cache: Path) -> TextSources:
         """Find sources and tokenizer, which is trained if there is none. Raises UserError or StorageError."""
         sources = tuple(
-            TextSource(SourceSpec(pin_source(name), field), weight, prepared_folder(name, cache))
+            TextSource(SourceSpec(pin_source(name), field), weight, find_prepared_folder(name, cache))
             for name, field, weight in list_sources(config)
         )
         prepared = [text_source.prepared for text_source in sources if text_source.prepared is not None]
         if config.tokenizer.path is not None:
-            file = tokenizer_file(config.tokenizer)
+            file = find_tokenizer_file(config.tokenizer)
             count_entries(file)
         elif prepared:
             file = prepared[0] / TOKENIZER_FILE
@@ -277,7 +277,7 @@ class TextSources:
         """Weight of each source."""
         return [text_source.weight for text_source in self.sources]
 
-    def tokens(
+    def open_tokens(
         self,
         text_source: TextSource,
         progress: Callable[[BuildProgress], None] | None = None,
@@ -290,15 +290,15 @@ class TextSources:
         if text_source.prepared is not None:
             return PreparedData(text_source.prepared)
         recipe = PreparedRecipe((text_source.spec,), self.tokenizer, self.config.max_bad_lines, held, self.bos_prefix)
-        key = recipe.key(self.cache)
-        return PreparedData(build_in_cache(self.config, "tokens", key, recipe.inputs(), self.cache, progress))
+        key = recipe.compute_key(self.cache)
+        return PreparedData(build_in_cache(self.config, "tokens", key, recipe.open_inputs(), self.cache, progress))
 
-    def validation_source(self, name: str) -> PreparedData:
+    def open_validation_source(self, name: str) -> PreparedData:
         """Return all tokens of the separate source of `data.validation`. Raises UserError or StorageError."""
         spec = SourceSpec(pin_source(name), self.config.text_field)
-        text_source = TextSource(spec, 1.0, prepared_folder(name, self.cache))
+        text_source = TextSource(spec, 1.0, find_prepared_folder(name, self.cache))
         check_prepared_source(self.config, text_source, self.tokenizer)
-        return self.tokens(text_source)
+        return self.open_tokens(text_source)
 
 
 def check_prepared_source(config: DataConfig, text_source: TextSource, tokenizer: Path) -> tuple[int, ...] | None:

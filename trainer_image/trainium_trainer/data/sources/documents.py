@@ -53,19 +53,19 @@ class SkippedRecord:
     unit: str | None = None
     """The unit of the number; omitted: rows of a table, else lines."""
 
-    def message(self) -> str:
+    def format_message(self) -> str:
         """Return the location and the problem; may read the file up to the line."""
-        return f"{self.location()}: {self.reason}"
+        return f"{self.format_location()}: {self.reason}"
 
-    def location(self) -> str:
+    def format_location(self) -> str:
         """Return the file and line."""
         if isinstance(self.file, str):
             return f"{self.file} {self.unit or 'row'} {self.number}"
-        number = self.number if self.number is not None else self._lines_before(self.file) + 1
+        number = self.number if self.number is not None else self._count_lines_before(self.file) + 1
         unit = self.unit or ("row" if self.file.format in (".arrow", ".parquet") else "line")
         return f"{self.file.name} {unit} {number}"
 
-    def _lines_before(self, file: DataFile) -> int:
+    def _count_lines_before(self, file: DataFile) -> int:
         count, left = 0, self.offset
         with file.open() as stream:
             while left and (data := stream.read(min(left, _COUNTED_AT_ONCE))):
@@ -82,7 +82,7 @@ def refuse_skipped(skipped: int, newest: SkippedRecord | str, limit: int | None,
     """Raise UserError if more lines were skipped than `data.maxBadLines` allows; `newest` is the last of them."""
     max_skipped = DEFAULT_LIMIT if limit is None else limit
     if skipped > max_skipped:
-        message = newest if isinstance(newest, str) else newest.message()
+        message = newest if isinstance(newest, str) else newest.format_message()
         raise UserError(f"data.source {message} (more such {unit} than data.maxBadLines {max_skipped} lets pass)")
 
 
@@ -112,7 +112,7 @@ class Record:
     unit: str | None = None
     """The same as in `SkippedRecord`."""
 
-    def skipped(self, reason: str) -> SkippedRecord:
+    def skip(self, reason: str) -> SkippedRecord:
         """Return the record as skipped."""
         return SkippedRecord(self.file, reason, self.number, self.offset, self.unit)
 
@@ -145,10 +145,10 @@ class DocumentSource(ABC):
     """Whether the source is text whose lines are not documents."""
 
     @abstractmethod
-    def identity(self, cache_folder: Path | None) -> str:
+    def compute_identity(self, cache_folder: Path | None) -> str:
         """Return a digest that changes with the contents; `cache_folder` is a folder for cached digests of files."""
 
-    def blocks(self, target: int) -> list[FileBlock]:  # noqa: ARG002 - for sources that can be divided
+    def divide_into_blocks(self, target: int) -> list[FileBlock]:  # noqa: ARG002 - for sources that can be divided
         """Return the stream in blocks of about `target` bytes. Raises UserError or StorageError."""
         return [FileBlock(0, 0, 0, 0)]
 
@@ -157,17 +157,17 @@ class DocumentSource(ABC):
         """Yield the documents of a block. Raises UserError for unreadable files, OSError when the store fails."""
 
     @abstractmethod
-    def records(self, block: FileBlock) -> Iterator[Record | SkippedRecord]:
+    def iterate_records(self, block: FileBlock) -> Iterator[Record | SkippedRecord]:
         """Yield the records of a block. Raises UserError for unreadable files, OSError when the store fails."""
 
-    def file_name_of(self, block: FileBlock) -> str:  # noqa: ARG002 - as above
+    def find_file_name(self, block: FileBlock) -> str:  # noqa: ARG002 - as above
         """Return the name of a block's file, for messages."""
         return self.name
 
-    def all_records(self, block: FileBlock) -> list[Record | SkippedRecord]:
+    def read_records(self, block: FileBlock) -> list[Record | SkippedRecord]:
         """Return the records of a block, with retries while the store fails."""
-        return read_with_retries(self.file_name_of(block), lambda: list(self.records(block)))
+        return read_with_retries(self.find_file_name(block), lambda: list(self.iterate_records(block)))
 
-    def all_documents(self, block: FileBlock) -> list[TextPiece | SkippedRecord]:
+    def read_documents(self, block: FileBlock) -> list[TextPiece | SkippedRecord]:
         """Return the documents of a block, with retries while the store fails."""
-        return read_with_retries(self.file_name_of(block), lambda: list(self.read(block)))
+        return read_with_retries(self.find_file_name(block), lambda: list(self.read(block)))

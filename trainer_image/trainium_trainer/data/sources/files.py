@@ -105,7 +105,7 @@ class DataFile:
 
     def open_remote(self) -> Any:
         """Open a file in a store as an unbuffered stream, which reads only the requested ranges."""
-        return s3().open_input_file(self.path)
+        return open_s3().open_input_file(self.path)
 
     def digest(self, cache_folder: Path | None) -> str:
         """Return a digest of the contents; above 64 MiB, of the size and of samples spread over the file.
@@ -142,7 +142,7 @@ def read_with_retries(what: str, action: Callable[[], T]) -> T:
 def _read_error(error: OSError, what: str) -> TrainerError:
     """Return the error for a read that failed for good."""
     if not _is_transient(error):
-        return unreadable_error(what, error)
+        return create_read_error(what, error)
     return StorageError(
         f"data.source {what}: cannot be read after {len(_PAUSES_SECONDS) + 1} tries ({describe_error(error)}): "
         "look at the storage, then start again"
@@ -157,7 +157,7 @@ def _is_transient(error: OSError) -> bool:
     return "AWS Error" in text and not any(code in text for code in _USER_ERROR_CODES)
 
 
-def unreadable_error(what: str, error: OSError) -> UnreadableError:
+def create_read_error(what: str, error: OSError) -> UnreadableError:
     """Return the error for a file that the user has to correct."""
     return UnreadableError(f"data.source {what}: cannot be read ({describe_error(error)}): correct or replace it")
 
@@ -174,7 +174,7 @@ def is_in_store(name: str) -> bool:
 
 
 @functools.cache
-def s3() -> Any:
+def open_s3() -> Any:
     """Return the S3 file system of this process; it starts threads, so do not call it before a fork.
 
     pyarrow retries failed requests with an exponential backoff.
@@ -200,7 +200,7 @@ def find_files(name: str) -> tuple[DataFile, ...]:
     try:
         files = _find_remote(name) if name.startswith(S3) else _find_local(name)
     except OSError as error:
-        raise unreadable_error(name, error) from error
+        raise create_read_error(name, error) from error
     return tuple(sorted(files, key=lambda file: file.relative))
 
 
@@ -252,20 +252,20 @@ def _find_local(name: str) -> list[DataFile]:
         files = [file for file in path.rglob("*") if _is_data_file(file.relative_to(path).parts) and file.is_file()]
         if not files:
             raise UnreadableError(f"data.source {name}: the folder holds no {list_formats()} file: put text into it")
-        return _choose_training_files(name, [_local_file(file, path) for file in files])
+        return _choose_training_files(name, [_open_local_file(file, path) for file in files])
     if path.exists():
-        return [_local_file(_refuse_unknown_format(path, name), path.parent)]
+        return [_open_local_file(_refuse_unknown_format(path, name), path.parent)]
     if glob.has_magic(name):
         matches = [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207 - any pattern
         files = [match for match in matches if match.is_file() and match.name.endswith(SUFFIXES)]
         if not files:
             raise UnreadableError(f"data.source {name}: no {list_formats()} file matches: correct the pattern")
         root = Path(os.path.commonpath([file.parent for file in files]))
-        return [_local_file(file, root) for file in files]
+        return [_open_local_file(file, root) for file in files]
     raise UnreadableError(f"data.source {name}: there is no such file or folder: correct the path or mount the data")
 
 
-def _local_file(file: Path, root: Path) -> DataFile:
+def _open_local_file(file: Path, root: Path) -> DataFile:
     stat = file.stat()
     stamp = f"{stat.st_mtime_ns}\0{stat.st_ino}"
     return DataFile(str(file.absolute()), stat.st_size, stamp, file.relative_to(root).as_posix())
@@ -282,11 +282,11 @@ def _find_remote(name: str) -> list[DataFile]:
         raise UserError(f"data.source {name}: names no bucket: write s3://bucket/prefix")
 
     def listed() -> Iterator[Any]:
-        single = s3().get_file_info(path)
+        single = open_s3().get_file_info(path)
         if single.type == fs.FileType.File:
             yield single
         elif single.type == fs.FileType.Directory:
-            yield from s3().get_file_info(fs.FileSelector(path, recursive=True))
+            yield from open_s3().get_file_info(fs.FileSelector(path, recursive=True))
 
     files = []
     for info in read_with_retries(name, lambda: list(listed())):

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from trainium_contract.trainer.data import HubConfig
 from trainium_trainer.data.sources.files import HUB, SUFFIXES, DataFile, list_formats, write_cache_file
 from trainium_trainer.exits import StorageError, UserError
-from trainium_trainer.storage.hub import Repository, api, call_hub, endpoint, token
+from trainium_trainer.storage.hub import Repository, call_hub, create_client, find_endpoint, find_token
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -84,7 +84,7 @@ class SplitPart:
         """Whether it is not the whole split."""
         return self.split != self.text
 
-    def rows_of(self, count: int) -> tuple[int, int]:
+    def find_rows(self, count: int) -> tuple[int, int]:
         """Return the first row and the end of a slice of a split with `count` rows. Raises UserError."""
         from datasets import ReadInstruction  # noqa: PLC0415 - takes two seconds, only for slices
 
@@ -106,7 +106,7 @@ def list_parts(location: str) -> list[tuple[SplitPart, str]]:
     return [(part, format_location(config, part.split)) for part in parts]
 
 
-def _repository(config: HubConfig) -> Repository:
+def _open_repository(config: HubConfig) -> Repository:
     advice = "correct data.hub.revision"
     return Repository("data.hub", config.dataset, "data set", config.revision, advice)
 
@@ -122,7 +122,9 @@ def find_commit(config: HubConfig) -> str:
     """Return the commit of a revision, cached in this process. Raises UserError and StorageError."""
     if _COMMIT.fullmatch(config.revision):
         return config.revision
-    info = call_hub(lambda: api().dataset_info(config.dataset, revision=config.revision), _repository(config))
+    info = call_hub(
+        lambda: create_client().dataset_info(config.dataset, revision=config.revision), _open_repository(config)
+    )
     return str(info.sha)
 
 
@@ -135,7 +137,7 @@ def list_files(location: str) -> HubFiles:
     from huggingface_hub.utils import WeakFileLock  # noqa: PLC0415 - only data on the hub pay for it
 
     config = parse_location(pin_revision(location))
-    cached_file = _cache_path(config)
+    cached_file = _find_cache_path(config)
     with contextlib.ExitStack() as locked:
         try:
             cached_file.parent.mkdir(parents=True, exist_ok=True)
@@ -157,17 +159,17 @@ def list_files(location: str) -> HubFiles:
 
 def store_files(location: str, files: HubFiles) -> None:
     """Store the files of a location with a commit on this node, for `list_files` in this and later processes."""
-    cached_file = _cache_path(parse_location(location))
+    cached_file = _find_cache_path(parse_location(location))
     with contextlib.suppress(OSError):
         cached_file.parent.mkdir(parents=True, exist_ok=True)
     if _read_cached_list(cached_file) is None:
         write_cache_file(cached_file, json.dumps(files).encode())
 
 
-def _cache_path(config: HubConfig) -> Path:
+def _find_cache_path(config: HubConfig) -> Path:
     from huggingface_hub import constants  # noqa: PLC0415 - as above
 
-    key = hashlib.sha256(f"1\0{endpoint()}\0{format_location(config)}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"1\0{find_endpoint()}\0{format_location(config)}".encode()).hexdigest()[:32]
     return Path(constants.HF_HOME) / "trainium" / f"files-{key}.json"
 
 
@@ -181,14 +183,14 @@ def _read_cached_list(cached_file: Path) -> list[tuple[str, int, str]] | None:
 
 
 def _find_files(config: HubConfig) -> list[tuple[str, int, str]]:
-    about = _repository(config)
-    call_hub(lambda: api().auth_check(config.dataset, repo_type="dataset"), about)
-    files = _files_of_split(config)
+    about = _open_repository(config)
+    call_hub(lambda: create_client().auth_check(config.dataset, repo_type="dataset"), about)
+    files = _list_split_files(config)
     infos: dict[str, Any] = {}
     for first in range(0, len(files), _FILES_AT_ONCE):
         some = files[first : first + _FILES_AT_ONCE]
         received = call_hub(
-            lambda some=some: api().get_paths_info(  # type: ignore[misc]
+            lambda some=some: create_client().get_paths_info(  # type: ignore[misc]
                 config.dataset, some, revision=config.revision, repo_type="dataset"
             ),
             about,
@@ -201,7 +203,7 @@ def _find_files(config: HubConfig) -> list[tuple[str, int, str]]:
     ]
 
 
-def _files_of_split(config: HubConfig) -> list[str]:
+def _list_split_files(config: HubConfig) -> list[str]:
     """Return the paths of a split's files in the repository, as `datasets` resolves them. Raises UserError."""
     import datasets  # noqa: PLC0415 - takes two seconds, only for the first look
 
@@ -210,11 +212,11 @@ def _files_of_split(config: HubConfig) -> list[str]:
 
     def opened() -> Any:
         return datasets.load_dataset_builder(
-            name, config.name, data_dir=config.directory, revision=config.revision, token=token()
+            name, config.name, data_dir=config.directory, revision=config.revision, token=find_token()
         )
 
     try:
-        builder = call_hub(opened, _repository(config))
+        builder = call_hub(opened, _open_repository(config))
     except RuntimeError as error:
         if "scripts" not in str(error):
             raise
@@ -275,7 +277,7 @@ class HubFile(io.RawIOBase):
         repository, _, rest = path.removeprefix("datasets/").partition("@")
         revision, _, file = rest.partition("/")
         self._about = Repository("data.hub", repository, "data set", revision, "correct data.hub.revision")
-        self._url = hf_hub_url(repository, file, repo_type="dataset", revision=revision, endpoint=endpoint())
+        self._url = hf_hub_url(repository, file, repo_type="dataset", revision=revision, endpoint=find_endpoint())
         self._size, self._position = size, 0
 
     def readable(self) -> bool:
@@ -308,7 +310,10 @@ class HubFile(io.RawIOBase):
     def _fetch(self, start: int, end: int) -> bytes:
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # noqa: PLC0415 - as above
 
-        headers = build_hf_headers(token=token()) | {"range": f"bytes={start}-{end - 1}", "accept-encoding": "identity"}
+        headers = build_hf_headers(token=find_token()) | {
+            "range": f"bytes={start}-{end - 1}",
+            "accept-encoding": "identity",
+        }
         response = http_backoff("GET", self._url, headers=headers, timeout=_READ_SECONDS)
         hf_raise_for_status(response)
         return bytes(response.content)

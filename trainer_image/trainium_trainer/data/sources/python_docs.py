@@ -36,11 +36,11 @@ class PythonDocs(DocumentSource):
     name = "python-docs"
     has_lines = True
 
-    def identity(self, cache_folder: Path | None) -> str:  # noqa: ARG002 - as above
+    def compute_identity(self, cache_folder: Path | None) -> str:  # noqa: ARG002 - as above
         """Return the Python build, which identifies the files."""
         return hashlib.sha256(f"python-docs\0{_FORMAT}\0{sys.version}".encode()).hexdigest()
 
-    def records(self, block: FileBlock) -> Iterator[Record]:  # noqa: ARG002 - as above
+    def iterate_records(self, block: FileBlock) -> Iterator[Record]:  # noqa: ARG002 - as above
         """Refuse: running text has no records."""
         raise UserError(
             "data.source python-docs: is running text, which has no records: set data.format to Text, or data.source "
@@ -52,11 +52,11 @@ class PythonDocs(DocumentSource):
         root = Path(sysconfig.get_path("stdlib"))
         topics = root / "pydoc_data" / "topics.py"
         if topics.exists():
-            yield from _topics(topics)
+            yield from _read_topics(topics)
         for file in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
             parts = file.relative_to(root).parts
             if _SKIPPED.isdisjoint(parts) and not parts[0].startswith("config-"):
-                text = _module(file, ".".join(parts).removesuffix(".py").removesuffix(".__init__"))
+                text = _read_module(file, ".".join(parts).removesuffix(".py").removesuffix(".__init__"))
                 if text:
                     yield TextPiece(text)
 
@@ -70,7 +70,7 @@ def _parse(file: Path) -> ast.Module | None:
         return None
 
 
-def _topics(file: Path) -> Iterator[TextPiece]:
+def _read_topics(file: Path) -> Iterator[TextPiece]:
     """Yield the texts of the dictionary in `pydoc_data/topics.py`."""
     tree = _parse(file)
     for node in ast.walk(tree) if tree else ():
@@ -81,20 +81,20 @@ def _topics(file: Path) -> Iterator[TextPiece]:
             return
 
 
-def _module(file: Path, name: str) -> str:
+def _read_module(file: Path, name: str) -> str:
     """Return the docstrings of a module and its definitions, each under its name."""
     tree = _parse(file)
     if tree is None:
         return ""
-    sections = list(_sections(tree, name))
+    sections = list(_read_sections(tree, name))
     return "\n\n\n".join(sections)
 
 
-def _sections(node: ast.AST, name: str) -> Iterator[str]:
+def _read_sections(node: ast.AST, name: str) -> Iterator[str]:
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         text = inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
         if len(text) >= _SHORTEST:
             yield f"{name}\n{'-' * len(name)}\n{text}"
         for child in node.body:
             if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield from _sections(child, f"{name}.{child.name}")
+                yield from _read_sections(child, f"{name}.{child.name}")

@@ -75,14 +75,14 @@ class SourceSpec:
 def list_sources(config: DataConfig) -> list[tuple[str, str, float]]:
     """Return name, text field and weight of each source. Raises UserError if there is none."""
     if not config.sources:
-        return [(_source_name(config.source, config.hub), config.text_field, 1.0)]
+        return [(_format_source_name(config.source, config.hub), config.text_field, 1.0)]
     return [
-        (_source_name(source.source, source.hub), source.text_field or config.text_field, source.weight)
+        (_format_source_name(source.source, source.hub), source.text_field or config.text_field, source.weight)
         for source in config.sources
     ]
 
 
-def _source_name(source: str | None, hub: HubConfig | None) -> str:
+def _format_source_name(source: str | None, hub: HubConfig | None) -> str:
     if hub is not None:
         return format_location(hub)
     if source is None:
@@ -120,7 +120,7 @@ class FileSource(DocumentSource):
         self.divisible = all(file.compression is None for file in files)  # a compressed file is one block
         self.has_lines = any(file.format == ".txt" for file in files)
 
-    def identity(self, cache_folder: Path | None) -> str:
+    def compute_identity(self, cache_folder: Path | None) -> str:
         """Return a digest of names, contents and the column."""
         total = hashlib.sha256(self.text_field.encode())
         for file in self.files:
@@ -129,7 +129,7 @@ class FileSource(DocumentSource):
             total.update(f"{part.text}\0{count}\n".encode())
         return total.hexdigest()
 
-    def blocks(self, target: int) -> list[FileBlock]:
+    def divide_into_blocks(self, target: int) -> list[FileBlock]:
         """Return the blocks of all files, in order."""
         blocks = [block for number, file in enumerate(self.files) for block in _divide(file, number, target)]
         if not self._parts:
@@ -144,7 +144,7 @@ class FileSource(DocumentSource):
     def _slice(self, blocks: list[FileBlock], part: SplitPart) -> list[FileBlock]:
         """Return the rows of a part of a split. Raises UserError, StorageError."""
         counts = [self._count_rows(block) for block in blocks]
-        first, end = part.rows_of(sum(counts))
+        first, end = part.find_rows(sum(counts))
         starts = itertools.accumulate(counts, initial=0)
         return [
             dataclasses.replace(block, skip=max(0, first - start), rows=min(end - start, count) - max(0, first - start))
@@ -160,7 +160,7 @@ class FileSource(DocumentSource):
             )
         if file.format == ".parquet":
             return read_with_retries(file.name, lambda: tables.count_parquet_rows(file, block))
-        return read_with_retries(file.name, lambda: sum(1 for _ in self.records(block)))
+        return read_with_retries(file.name, lambda: sum(1 for _ in self.iterate_records(block)))
 
     def read(self, block: FileBlock) -> Iterator[TextPiece | SkippedRecord]:
         """Yield the documents of a block."""
@@ -174,7 +174,7 @@ class FileSource(DocumentSource):
             case ".parquet" | ".arrow":
                 yield from tables.read_column(file, block, field)
             case _:
-                for item in self._records(block):
+                for item in self._parse_records(block):
                     if isinstance(item, Record) and file.format == ".csv" and field not in item.fields:
                         raise UserError(
                             f"data.source {file.name}: no column {field!r} (columns: {', '.join(item.fields)}): set "
@@ -182,11 +182,11 @@ class FileSource(DocumentSource):
                         )
                     yield _extract_text(item, field) if isinstance(item, Record) else item
 
-    def records(self, block: FileBlock) -> Iterator[Record | SkippedRecord]:
+    def iterate_records(self, block: FileBlock) -> Iterator[Record | SkippedRecord]:
         """Yield the records of a block."""
-        return _select_rows(self._records(block), block)
+        return _select_rows(self._parse_records(block), block)
 
-    def _records(self, block: FileBlock) -> Iterator[Record | SkippedRecord]:
+    def _parse_records(self, block: FileBlock) -> Iterator[Record | SkippedRecord]:
         file = self.files[block.file]
         match file.format:
             case ".txt":
@@ -201,7 +201,7 @@ class FileSource(DocumentSource):
             case _:
                 return _read_array(file) if _is_array(file) else _read_json_lines(file, block)
 
-    def file_name_of(self, block: FileBlock) -> str:
+    def find_file_name(self, block: FileBlock) -> str:
         """Return the name of the block's file."""
         return self.files[block.file].name
 
@@ -236,11 +236,11 @@ def _extract_text(record: Record, field: str) -> TextPiece | SkippedRecord:
     text = record.fields.get(field)
     if not isinstance(text, str):
         known = ", ".join(list(record.fields)[:_MAX_KEYS]) or "none"
-        return record.skipped(f"no text under {field!r} (keys: {known}): set data.textField")
+        return record.skip(f"no text under {field!r} (keys: {known}): set data.textField")
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, as \ud800
-        return record.skipped("holds half a surrogate pair, which is no character: correct the line")
+        return record.skip("holds half a surrogate pair, which is no character: correct the line")
     return TextPiece(text)
 
 
@@ -260,7 +260,7 @@ def _open_unpacked(file: DataFile) -> BinaryIO:
     return cast("BinaryIO", io.BufferedReader(pa.CompressedInputStream(file.open(), file.compression), 1 << 20))
 
 
-def _unpacking_error(file: DataFile, error: OSError) -> UserError | None:
+def _create_unpacking_error(file: DataFile, error: OSError) -> UserError | None:
     """Return the error for corrupt compressed data; None for other errors."""
     if file.compression is None or error.errno is not None or file.remote:
         return None
@@ -281,7 +281,7 @@ def _iterate_lines(file: DataFile, block: FileBlock) -> Iterator[tuple[int, byte
                 yield offset, line
                 offset += len(line)
         except OSError as error:
-            raise _unpacking_error(file, error) or error from error
+            raise _create_unpacking_error(file, error) or error from error
 
 
 def _decode(line: bytes, offset: int) -> str:
@@ -346,7 +346,7 @@ def _is_array(file: DataFile) -> bool:
             try:
                 return stream.read(_PROBED)
             except OSError as error:
-                raise _unpacking_error(file, error) or error from error
+                raise _create_unpacking_error(file, error) or error from error
 
     return read_with_retries(file.name, probe).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
 
@@ -357,7 +357,7 @@ def _read_array(file: DataFile) -> Iterator[Record | SkippedRecord]:
         try:
             values = json.loads(stream.read().decode("utf-8-sig"))
         except OSError as error:
-            raise _unpacking_error(file, error) or error from error
+            raise _create_unpacking_error(file, error) or error from error
         except RecursionError as error:
             raise UserError(f"data.source {file.name}: JSON that is nested too deeply: correct it") from error
         except json.JSONDecodeError as error:
@@ -390,7 +390,7 @@ def _read_csv_rows(file: DataFile) -> Iterator[Record | SkippedRecord]:
                 f"data.source {file.name} line {rows.line_num}: not comma-separated values ({error}): correct it"
             ) from error
         except OSError as error:
-            raise _unpacking_error(file, error) or error from error
+            raise _create_unpacking_error(file, error) or error from error
 
 
 def _parse_row(file: DataFile, header: list[str], row: list[str], line: int) -> Record | SkippedRecord:

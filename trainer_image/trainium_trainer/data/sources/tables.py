@@ -33,15 +33,15 @@ _ROWS = 1000
 def read_column(file: DataFile, block: FileBlock, field: str) -> Iterator[TextPiece | SkippedRecord]:
     """Yield the documents of a block, one per row of a column of texts or of lists of token ids."""
     with _convert_errors(file):
-        for row, batch, note in _batches(file, block, field):
-            yield from _documents(file, batch.column(0), row, f"no text under {field!r}: it is null", note)
+        for row, batch, note in _read_batches(file, block, field):
+            yield from _iterate_documents(file, batch.column(0), row, f"no text under {field!r}: it is null", note)
 
 
 def read_rows(file: DataFile, block: FileBlock) -> Iterator[Record | SkippedRecord]:
     """Yield the records of a block, one per row."""
     with _convert_errors(file):
-        for row, batch, note in _batches(file, block, None):
-            for number, fields in _values(batch, row):
+        for row, batch, note in _read_batches(file, block, None):
+            for number, fields in _iterate_values(batch, row):
                 if isinstance(fields, UnicodeDecodeError):
                     yield _skip_invalid_text(file, fields, number, note)
                 else:
@@ -85,7 +85,7 @@ def _shorten(number: float) -> float | int:
     return int(number) if number.is_integer() else number
 
 
-def _values(rows: Any, first: int) -> Iterator[tuple[int, Any]]:
+def _iterate_values(rows: Any, first: int) -> Iterator[tuple[int, Any]]:
     """Yield the rows of an array or a record batch, from number `first` on; in place of invalid text its error."""
     for start in range(0, len(rows), _ROWS):
         part = rows.slice(start, _ROWS)
@@ -105,9 +105,13 @@ def _skip_invalid_text(file: DataFile, error: UnicodeDecodeError, number: int, n
     return SkippedRecord(file, f"not UTF-8 text at byte {error.start} of it{note}", number)
 
 
-def _batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
+def _read_batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
     """Yield record batches with the number of their first row and the unit of that number."""
-    return _parquet_batches(file, block, field) if file.format == ".parquet" else _arrow_batches(file, block, field)
+    return (
+        _read_parquet_batches(file, block, field)
+        if file.format == ".parquet"
+        else _read_arrow_batches(file, block, field)
+    )
 
 
 @contextmanager
@@ -119,10 +123,10 @@ def _convert_errors(file: DataFile) -> Iterator[None]:
     try:
         yield
     except ArrowException as error:
-        raise _damaged_error(file, kind, error) from error
+        raise _create_damaged_error(file, kind, error) from error
     except OSError as error:
         if error.errno is None and not file.remote:  # Arrow's message for truncated data
-            raise _damaged_error(file, kind, error) from error
+            raise _create_damaged_error(file, kind, error) from error
         raise
 
 
@@ -146,7 +150,9 @@ def _check_column(file: DataFile, schema: Any, field: str) -> None:
         )
 
 
-def _documents(file: DataFile, column: Any, first: int, missing: str, note: str) -> Iterator[TextPiece | SkippedRecord]:
+def _iterate_documents(
+    file: DataFile, column: Any, first: int, missing: str, note: str
+) -> Iterator[TextPiece | SkippedRecord]:
     """Yield the values of an array whose first row has the number `first`."""
     from pyarrow import types  # noqa: PLC0415 - only tables pay for it
 
@@ -157,14 +163,14 @@ def _documents(file: DataFile, column: Any, first: int, missing: str, note: str)
             else:
                 yield SkippedRecord(file, f"{missing}{note}", number)
         return
-    for number, text in _values(column, first):
+    for number, text in _iterate_values(column, first):
         if isinstance(text, UnicodeDecodeError):
             yield _skip_invalid_text(file, text, number, note)
         else:
             yield TextPiece(text) if text is not None else SkippedRecord(file, f"{missing}{note}", number)
 
 
-def _damaged_error(file: DataFile, kind: str, error: BaseException) -> UserError:
+def _create_damaged_error(file: DataFile, kind: str, error: BaseException) -> UserError:
     return UserError(
         f"data.source {file.name}: not {kind} file, or not all of one ({' '.join(str(error).split())[:300]}): "
         "copy it again"
@@ -205,7 +211,7 @@ def _group_units(number: int, sizes: list[int], target: int) -> list[FileBlock]:
     return blocks
 
 
-def _parquet_batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
+def _read_parquet_batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
     with _open_parquet(file) as table:
         if field is not None:
             _check_column(file, table.schema_arrow, field)
@@ -248,7 +254,7 @@ def divide_arrow(file: DataFile, number: int, target: int) -> list[FileBlock]:
     return _group_units(number, [file.size // max(1, batches)] * batches, target)
 
 
-def _arrow_batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
+def _read_arrow_batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
     import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
     content = _open_arrow(file)

@@ -121,7 +121,7 @@ class TokenBlock:
         )
 
 
-def token_type(vocabulary: int) -> np.dtype[Any]:
+def choose_token_type(vocabulary: int) -> np.dtype[Any]:
     """Return the narrowest type for token ids."""
     return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
 
@@ -132,7 +132,7 @@ class DocumentEncoder:
     def __init__(self, file: Path, bos_prefix: BosPrefix = NO_BOS_PREFIX) -> None:
         """Load a `tokenizer.json`. Raises UserError."""
         self.vocabulary = count_entries(file)
-        self.dtype = token_type(self.vocabulary)
+        self.dtype = choose_token_type(self.vocabulary)
         self._tokenizer = load_tokenizer(file)
         self.end = find_end_of_document(file)
         self._bos_prefix = bos_prefix
@@ -140,10 +140,11 @@ class DocumentEncoder:
     def encode(self, source: DocumentSource, block: FileBlock) -> list[TokenBlock]:
         """Return the tokens of a block. Raises UserError or StorageError."""
         return read_with_retries(
-            source.file_name_of(block), lambda: list(self._blocks(source.read(block), source.file_name_of(block)))
+            source.find_file_name(block),
+            lambda: list(self._encode_blocks(source.read(block), source.find_file_name(block))),
         )
 
-    def _blocks(self, items: Iterable[TextPiece | SkippedRecord], name: str) -> Iterator[TokenBlock]:
+    def _encode_blocks(self, items: Iterable[TextPiece | SkippedRecord], name: str) -> Iterator[TokenBlock]:
         rows: list[NDArray[Any]] = []
         hashes: list[int] = []
         skipped: list[SkippedRecord] = []
@@ -156,8 +157,8 @@ class DocumentEncoder:
             tokens = np.concatenate(rows) if rows else np.empty(0, self.dtype)
             return TokenBlock(tokens, lengths, np.array(hashes, np.uint64), tuple(skipped))
 
-        for pieces in _batches(items, skipped):
-            for piece, ids in zip(pieces, self._ids(pieces, name), strict=True):
+        for pieces in _group_into_batches(items, skipped):
+            for piece, ids in zip(pieces, self._encode_pieces(pieces, name), strict=True):
                 if document is None:
                     document, begins = _hash_text(piece), piece.begins_document
                 tokens = ids
@@ -181,7 +182,7 @@ class DocumentEncoder:
         if rows or skipped:
             yield finished()
 
-    def _ids(self, pieces: list[TextPiece], name: str) -> list[NDArray[Any]]:
+    def _encode_pieces(self, pieces: list[TextPiece], name: str) -> list[NDArray[Any]]:
         texts = [piece.text for piece in pieces]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [
@@ -200,7 +201,9 @@ class DocumentEncoder:
         return ids.astype(self.dtype)
 
 
-def _batches(items: Iterable[TextPiece | SkippedRecord], skipped: list[SkippedRecord]) -> Iterator[list[TextPiece]]:
+def _group_into_batches(
+    items: Iterable[TextPiece | SkippedRecord], skipped: list[SkippedRecord]
+) -> Iterator[list[TextPiece]]:
     """Yield pieces in batches large enough for a call of the tokenizer; append skipped lines to `skipped`."""
     batch: list[TextPiece] = []
     characters = 0
@@ -224,7 +227,7 @@ def _hash_text(piece: TextPiece) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def held_back_mask(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
+def select_held_back(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
     """Return a mask of the pieces held back for validation, a share of `fraction`."""
     return documents < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
 
@@ -268,7 +271,7 @@ def _take_characters(stream: Iterator[str], left: int) -> Iterator[str]:
 
 def train_for_texts(specs: Sequence[SourceSpec], vocab_size: int, cache: Path) -> Path:
     """Train a tokenizer for these sources; return its `tokenizer.json`. Raises UserError, StorageError, WorkerError."""
-    parts = [_TOKENIZER_FORMAT, vocab_size, [spec.source.identity(cache) for spec in specs]]
+    parts = [_TOKENIZER_FORMAT, vocab_size, [spec.source.compute_identity(cache) for spec in specs]]
     return train_once(parts, cache, _train_and_save, tuple(specs), vocab_size)
 
 
@@ -292,8 +295,8 @@ def _train_and_save(specs: tuple[SourceSpec, ...], vocab_size: int, file: str) -
 
 
 def _iterate_texts(source: DocumentSource) -> Iterator[str]:
-    for block in source.blocks(_TRAINING_BLOCK_BYTES):
-        yield from (item.text for item in source.all_documents(block) if isinstance(item, TextPiece))
+    for block in source.divide_into_blocks(_TRAINING_BLOCK_BYTES):
+        yield from (item.text for item in source.read_documents(block) if isinstance(item, TextPiece))
 
 
 # ---- functions that a tokenizing process calls by reference ---------------------------------------------------------
@@ -316,4 +319,4 @@ def encode(source: int, block: FileBlock) -> list[TokenBlock]:
 
 def list_blocks(spec: SourceSpec, target: int) -> list[FileBlock]:
     """Return the blocks of a source; called in a worker process, where threads and memory do not matter."""
-    return spec.source.blocks(target)
+    return spec.source.divide_into_blocks(target)

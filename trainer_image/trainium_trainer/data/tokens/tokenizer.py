@@ -53,7 +53,7 @@ _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # ---- the folder -----------------------------------------------------------------------------------------------------
 
 
-def tokenizer_file(config: TokenizerConfig) -> Path:
+def find_tokenizer_file(config: TokenizerConfig) -> Path:
     """Return the `tokenizer.json` that the configuration names. Raises UserError."""
     assert config.path is not None
     path = _copy_from_store(config.path) if is_address(config.path) else Path(config.path).expanduser()
@@ -107,7 +107,7 @@ def read_tokenizer(file: Path) -> dict[str, Any]:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
         added = list(document.get("added_tokens") or ())
-        entries = _entries(document)
+        entries = _list_entries(document)
         if not entries:
             raise ValueError("no entries")  # noqa: TRY301 - one sentence for all that is wrong with it
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -116,8 +116,8 @@ def read_tokenizer(file: Path) -> dict[str, Any]:
         ) from error
     known = {text: number for number, text in entries.items()}
     indices = {token["content"]: index for index, token in enumerate(added)}
-    from_settings = _tokens_of_settings(file)
-    extra = [token for token in _extra_special(file) if token["content"] not in known]
+    from_settings = _read_settings_tokens(file)
+    extra = [token for token in _read_extra_special(file) if token["content"] not in known]
     for token in [*from_settings, *extra]:
         text = token["content"]
         if text in indices:
@@ -128,7 +128,7 @@ def read_tokenizer(file: Path) -> dict[str, Any]:
     return dict(document, added_tokens=added) if from_settings or extra else dict(document)
 
 
-def _tokens_of_settings(file: Path) -> list[dict[str, Any]]:
+def _read_settings_tokens(file: Path) -> list[dict[str, Any]]:
     """Return the tokens that `tokenizer_config.json` or, in older folders, `added_tokens.json` adds, by their ids."""
     config = _read_json(file.with_name(CONFIG_FILE))
     listed = config.get("added_tokens_decoder")
@@ -139,7 +139,7 @@ def _tokens_of_settings(file: Path) -> list[dict[str, Any]]:
             if str(number).isdecimal() and isinstance(token, dict) and token.get("content")
         }
     else:
-        special = {text for _, text in _special_names(file)}
+        special = {text for _, text in _list_special_names(file)}
         tokens = {
             number: {"content": text, "normalized": text not in special, "special": text in special}
             for text, number in _read_json(file.with_name(_ADDED_FILE)).items()
@@ -151,33 +151,33 @@ def _tokens_of_settings(file: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _extra_special(file: Path) -> list[dict[str, Any]]:
+def _read_extra_special(file: Path) -> list[dict[str, Any]]:
     """Return the additional special tokens of the settings, which `transformers` adds too."""
     config, names = _read_json(file.with_name(CONFIG_FILE)), _read_json(file.with_name(_MAP_FILE))
     texts: dict[str, None] = {}
     for key in ("additional_special_tokens", "extra_special_tokens"):
         listed = config.get(key, names.get(key))
         for token in listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ():
-            if (text := token_text(token)) is not None:
+            if (text := read_token_text(token)) is not None:
                 texts[text] = None
     return [{"content": text} | {flag: flag == "special" for flag in _TOKEN_FLAGS} for text in texts]
 
 
-def _entries(document: Mapping[str, Any]) -> dict[int, str]:
+def _list_entries(document: Mapping[str, Any]) -> dict[int, str]:
     vocabulary = document["model"].get("vocab") or {}
     ids = vocabulary if isinstance(vocabulary, dict) else {piece[0]: number for number, piece in enumerate(vocabulary)}
     entries = {int(number): str(text) for text, number in ids.items()}
     return entries | {int(token["id"]): str(token["content"]) for token in document.get("added_tokens") or ()}
 
 
-def vocabulary_in(file: bytes) -> dict[int, str]:
+def read_vocabulary(file: bytes) -> dict[int, str]:
     """Return the entries of a `tokenizer.json` by id."""
-    return _entries(json.loads(file))
+    return _list_entries(json.loads(file))
 
 
 def count_entries(file: Path) -> int:
     """Count the entries of a tokenizer from its JSON. Raises UserError for an unusable file."""
-    return max(_entries(read_tokenizer(file))) + 1
+    return max(_list_entries(read_tokenizer(file))) + 1
 
 
 def hash_tokenizer(file: Path) -> str:
@@ -191,7 +191,7 @@ def load_tokenizer(file: Path, *, continuing: bool = False) -> Tokenizer:
 
     document = read_tokenizer(file)
     if continuing:
-        document |= {part: _without_prefix(document.get(part)) for part in ("normalizer", "pre_tokenizer")}
+        document |= {part: _drop_prefix(document.get(part)) for part in ("normalizer", "pre_tokenizer")}
     try:
         tokenizer = Tokenizer.from_str(json.dumps(document))
     except Exception as error:  # the library raises bare Exceptions
@@ -202,14 +202,14 @@ def load_tokenizer(file: Path, *, continuing: bool = False) -> Tokenizer:
     return tokenizer
 
 
-def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return a normalizer or pre-tokenizer without the space that it adds before a text."""
     if part is None or part["type"] == "Prepend":
         return None
     match part["type"]:
         case "Sequence":
             name = "normalizers" if "normalizers" in part else "pretokenizers"
-            return part | {name: [cleaned for token in part[name] if (cleaned := _without_prefix(token)) is not None]}
+            return part | {name: [cleaned for token in part[name] if (cleaned := _drop_prefix(token)) is not None]}
         case "Metaspace":
             rest = {name: value for name, value in part.items() if name != "add_prefix_space"}
             return rest | {"prepend_scheme": "never"}
@@ -238,8 +238,8 @@ def find_known_end_token(vocabulary: Container[str]) -> str | None:
 
 def find_end_token(file: Path) -> str:
     """Return the end-of-document token: a well-known one, else the folder's EOS token. Raises UserError."""
-    known = set(_entries(read_tokenizer(file)).values())
-    eos = dict(_special_names(file)).get("eos_token")
+    known = set(_list_entries(read_tokenizer(file)).values())
+    eos = dict(_list_special_names(file)).get("eos_token")
     name = find_known_end_token(known) or (eos if eos in known else None)
     if name is None:
         raise UserError(
@@ -252,7 +252,7 @@ def find_end_token(file: Path) -> str:
 def find_end_of_document(file: Path) -> int:
     """Return the id of the token that ends a document. Raises UserError."""
     name = find_end_token(file)
-    return next(number for number, text in _entries(read_tokenizer(file)).items() if text == name)
+    return next(number for number, text in _list_entries(read_tokenizer(file)).items() if text == name)
 
 
 def end_facts(file: Path) -> dict[str, str]:
@@ -272,7 +272,7 @@ class ChatTemplates:
     tool_use: str | None = None
     """The template for conversations with tools, if it is another."""
 
-    def for_tools(self, tools: object) -> str | None:
+    def choose_template(self, tools: object) -> str | None:
         """Return the template for a conversation with these tools."""
         return self.default if tools is None or self.tool_use is None else self.tool_use
 
@@ -297,7 +297,7 @@ class SpecialTokens:
     tokens: tuple[tuple[str, str], ...]
     chat_templates: ChatTemplates = ChatTemplates()
 
-    def token(self, name: str) -> str | None:
+    def find_token(self, name: str) -> str | None:
         """Return the token's text."""
         return dict(self.tokens).get(name)
 
@@ -309,7 +309,7 @@ class SpecialTokens:
 
 def read_special_tokens(tokenizer: Path) -> SpecialTokens:
     """Read the special tokens and templates of a `tokenizer.json`. Raises UserError for files that do not match it."""
-    names = _special_names(tokenizer)
+    names = _list_special_names(tokenizer)
     _check_special(tokenizer, dict(names))
     files = {name: file.read_bytes() for name in TEMPLATE_FILES if (file := tokenizer.parent / name).is_file()}
     return SpecialTokens(names, read_chat_templates(files, _read_json(tokenizer.with_name(CONFIG_FILE))))
@@ -329,16 +329,16 @@ def read_chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -
     )
 
 
-def _special_names(tokenizer: Path) -> tuple[tuple[str, str], ...]:
+def _list_special_names(tokenizer: Path) -> tuple[tuple[str, str], ...]:
     config, names = _read_json(tokenizer.with_name(CONFIG_FILE)), _read_json(tokenizer.with_name(_MAP_FILE))
     by_name = {}
     for name in _NAMES:
-        if (text := token_text(config.get(name, names.get(name)))) is not None:
+        if (text := read_token_text(config.get(name, names.get(name)))) is not None:
             by_name[name] = text
     return tuple(sorted(by_name.items()))
 
 
-def token_text(token: Any) -> str | None:
+def read_token_text(token: Any) -> str | None:
     """Return the text of a token, which is written as text or as an object; None if there is none."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text else None
@@ -355,7 +355,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _check_special(tokenizer: Path, tokens: dict[str, str]) -> None:
-    known = set(_entries(read_tokenizer(tokenizer)).values()) if tokens else set()
+    known = set(_list_entries(read_tokenizer(tokenizer)).values()) if tokens else set()
     for name in ("bos_token", "eos_token", "pad_token"):
         if (text := tokens.get(name)) is not None and text not in known:
             raise UserError(
@@ -388,7 +388,7 @@ class BosPrefix:
             return tokens, size if has_prefix else 0
         return [*self.tokens, *tokens], size
 
-    def facts(self) -> list[object]:
+    def list_settings(self) -> list[object]:
         """Return the facts on which samples depend; none for `Auto`."""
         return [] if self.rule is BosToken.AUTO else [self.rule, *self.tokens]
 
@@ -399,10 +399,10 @@ NO_BOS_PREFIX = BosPrefix()
 
 def find_bos_prefix(tokenizer: Tokenizer, file: Path, special: SpecialTokens, rule: BosToken) -> BosPrefix:
     """Return the BOS prefix of examples. Raises UserError for a tokenizer that lacks the BOS token."""
-    leading = _leading_tokens(tokenizer)
+    leading = _find_leading_tokens(tokenizer)
     if rule is BosToken.AUTO:
         return BosPrefix(rule, leading)
-    name = special.token("bos_token")
+    name = special.find_token("bos_token")
     number = tokenizer.token_to_id(name) if name is not None else None
     tokens = leading if number is None or number in leading else (int(number),)
     if rule is BosToken.ALWAYS and not tokens:
@@ -428,7 +428,7 @@ def find_document_bos_prefix(rule: BosToken, file: Path) -> BosPrefix:
     return bos_prefix
 
 
-def _leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+def _find_leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that the tokenizer adds before a text."""
     plain = tokenizer.encode(_PROBE, add_special_tokens=False).ids
     whole = tokenizer.encode(_PROBE, add_special_tokens=True).ids

@@ -194,14 +194,14 @@ def serve(connection: Connection) -> None:
         try:
             reply: tuple[Any, ...] = ("done", function(*arguments))
         except Exception as error:  # noqa: BLE001 - it is the parent's to judge
-            reply = ("failed", _portable(error), traceback.format_exc())
+            reply = ("failed", _check_picklable(error), traceback.format_exc())
         try:
             connection.send(reply)
         except (BrokenPipeError, ConnectionResetError):
             return
 
 
-def _portable(error: Exception) -> Exception | None:
+def _check_picklable(error: Exception) -> Exception | None:
     """Return the error if it can be pickled, else None."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own

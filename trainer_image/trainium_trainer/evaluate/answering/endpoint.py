@@ -91,16 +91,16 @@ class Endpoint:
         parts: list[str] = []
         finish: str | None = None
         tokens: int | None = None
-        with contextlib.closing(self._lines("completions", request)) as lines:
+        with contextlib.closing(self._read_lines("completions", request)) as lines:
             for line in lines:
                 name, _, data = line.partition(":")
                 if name not in {"data", "event", "id", "retry", ""}:
-                    raise self._unreadable(line)
+                    raise self._create_read_error(line)
                 if data.strip() == "[DONE]":
                     break
                 if name != "data":
                     continue
-                event = self._event(data)
+                event = self._parse_event(data)
                 tokens = event.usage.completion_tokens if event.usage is not None else tokens
                 for choice in event.choices[:1]:
                     finish = choice.finish_reason or finish
@@ -113,30 +113,30 @@ class Endpoint:
         reason = FinishReason.LENGTH if finish == "length" else reason
         return GeneratedAnswer("".join(parts), len(parts) if tokens is None else tokens, reason)
 
-    def names(self) -> list[str]:
+    def list_models(self) -> list[str]:
         """Return the names of the models that the server lists. Raises UserError."""
-        text = "".join(self._lines("models"))
+        text = "".join(self._read_lines("models"))
         try:
             return [model.id for model in _Listing.model_validate_json(text).data]
         except ValidationError as error:
-            raise self._unreadable(text) from error
+            raise self._create_read_error(text) from error
 
-    def _event(self, data: str) -> _Event:
+    def _parse_event(self, data: str) -> _Event:
         try:
             event = _Event.model_validate_json(data)
         except ValidationError as error:
-            raise self._unreadable(data) from error
+            raise self._create_read_error(data) from error
         if event.error is not None:
-            raise UserError(f"{self.url}: the server reports an error: {_short(str(event.error))}")
+            raise UserError(f"{self.url}: the server reports an error: {_shorten(str(event.error))}")
         return event
 
-    def _unreadable(self, text: str) -> UserError:
+    def _create_read_error(self, text: str) -> UserError:
         return UserError(
-            f"{self.url}: sends what is not OpenAI's protocol ({_short(text)!r}): give the URL that ends in /v1 of "
+            f"{self.url}: sends what is not OpenAI's protocol ({_shorten(text)!r}): give the URL that ends in /v1 of "
             "vLLM, transformers serve or another such server"
         )
 
-    def _lines(self, path: str, request: dict[str, Any] | None = None) -> Generator[str, None, None]:
+    def _read_lines(self, path: str, request: dict[str, Any] | None = None) -> Generator[str, None, None]:
         """Yield the nonempty lines of a response. Raises UserError."""
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -157,7 +157,7 @@ class Endpoint:
             connection.request(method, f"{parts.path.rstrip('/')}/{path}", body, headers)
             response = connection.getresponse()
             if response.status != _OK:
-                reason = _short(response.read(_MAX_TEXT_CHARS * 4).decode(errors="replace"))
+                reason = _shorten(response.read(_MAX_TEXT_CHARS * 4).decode(errors="replace"))
                 raise UserError(f"{self.url}: answers {response.status} {response.reason} to {path} ({reason})")
             left = _MAX_BYTES
             while line := response.readline(left + 1):
@@ -177,7 +177,7 @@ class Endpoint:
                 ) from error
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise UserError(
-                f"{self.url}: cannot be asked ({_short(reason)}): start the server, or correct --endpoint"
+                f"{self.url}: cannot be asked ({_shorten(reason)}): start the server, or correct --endpoint"
             ) from error
         finally:
             if timer is not None:
@@ -198,7 +198,7 @@ def open_endpoint(url: str, model: str | None = None, seconds: float = 300.0) ->
     if not (key.isascii() and key.isprintable()):
         raise UserError(f"{KEY_VARIABLE} has characters that no key has: set it again")
     endpoint = Endpoint(url=url.rstrip("/"), model=model or "", seconds=seconds)
-    names = endpoint.names()
+    names = endpoint.list_models()
     if model is None and len(names) != 1:
         listed = ", ".join(names[:5]) or "none"
         raise UserError(f"{url}: the server lists {len(names)} models ({listed}): name one by --endpoint-model")
@@ -212,5 +212,5 @@ def _expire(connection: socket.socket, expired: threading.Event) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return " ".join(text.split())[:_MAX_TEXT_CHARS]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.addresses import is_address
-from trainium_trainer.data.tokens.tokenizer import token_text
+from trainium_trainer.data.tokens.tokenizer import read_token_text
 from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry
@@ -114,7 +114,7 @@ def open_model_files(path: Path, adapter: Path | None = None, *, tokenizer_from:
         )
     if adapter is None and (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
         raise UserError(f"{path} is an adapter, not a model: give its model with --base and it with --adapter")
-    config = _document(path / CONFIG)
+    config = _read_document(path / CONFIG)
     if not any(path.glob("*.safetensors")):
         pickles = ", which only has pickled weights" if any(path.glob("*.bin")) else ""
         raise UserError(
@@ -125,29 +125,29 @@ def open_model_files(path: Path, adapter: Path | None = None, *, tokenizer_from:
         _check_adapter(adapter)
     file = _tokenizer_file(tokenizer_from, adapter, path)
     tokenizer = _tokenizer(file)
-    settings = _optional(file.with_name(_TOKENIZER_CONFIG))
+    settings = _read_optional(file.with_name(_TOKENIZER_CONFIG))
     return ModelFiles(
         path=path,
         adapter=adapter,
         tokenizer=tokenizer,
         tokenizer_folder=file.parent,
-        positions=_number(config.get("max_position_embeddings")),
-        vocabulary=_number(config.get("vocab_size")) or tokenizer.get_vocab_size(),
-        end_tokens=tuple(sorted(set(_endings(path, config, settings, tokenizer)))),
-        bos_token=token_text(settings.get("bos_token")),
+        positions=_parse_number(config.get("max_position_embeddings")),
+        vocabulary=_parse_number(config.get("vocab_size")) or tokenizer.get_vocab_size(),
+        end_tokens=tuple(sorted(set(_find_endings(path, config, settings, tokenizer)))),
+        bos_token=read_token_text(settings.get("bos_token")),
     )
 
 
 def read_max_positions(path: Path) -> int | None:
     """Return the maximum sequence length of a folder's model; None if it is not defined. Raises UserError."""
-    return _number(_optional(path / CONFIG).get("max_position_embeddings"))
+    return _parse_number(_read_optional(path / CONFIG).get("max_position_embeddings"))
 
 
 def _check_adapter(adapter: Path) -> None:
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (adapter / name).is_file():
             raise UserError(f"{adapter}: there is no {name}: give a folder that peft or this trainer wrote")
-    kind = _document(adapter / ADAPTER_CONFIG).get("peft_type")
+    kind = _read_document(adapter / ADAPTER_CONFIG).get("peft_type")
     if kind != "LORA":
         raise UserError(f"{adapter}: peft_type is {kind!r}, but only LORA can be used: give another adapter")
 
@@ -174,26 +174,26 @@ def _tokenizer(file: Path) -> Tokenizer:
     return tokenizer
 
 
-def _endings(path: Path, config: dict[str, Any], settings: dict[str, Any], tokenizer: Tokenizer) -> Iterator[int]:
+def _find_endings(path: Path, config: dict[str, Any], settings: dict[str, Any], tokenizer: Tokenizer) -> Iterator[int]:
     """Return the ids that any of the folder's files names as the end of a text."""
-    for document in (config, _optional(path / _GENERATION_CONFIG)):
+    for document in (config, _read_optional(path / _GENERATION_CONFIG)):
         ids = document.get("eos_token_id")
         yield from (number for number in (ids if isinstance(ids, list) else [ids]) if isinstance(number, int))
-    name = token_text(settings.get("eos_token"))
+    name = read_token_text(settings.get("eos_token"))
     number = tokenizer.token_to_id(name) if name is not None else None
     if number is not None:
         yield number
 
 
-def _number(value: Any) -> int | None:
+def _parse_number(value: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-def _optional(file: Path) -> dict[str, Any]:
-    return _document(file) if file.is_file() else {}
+def _read_optional(file: Path) -> dict[str, Any]:
+    return _read_document(file) if file.is_file() else {}
 
 
-def _document(file: Path) -> dict[str, Any]:
+def _read_document(file: Path) -> dict[str, Any]:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -214,8 +214,10 @@ def open_models(models: ModelLocations, heartbeat: Callable[[], None] = lambda: 
     `heartbeat` is called while copying. Raises UserError and StorageError.
     """
     with contextlib.ExitStack() as stack:
-        path = stack.enter_context(local_folder(models.model, heartbeat))
-        adapter = stack.enter_context(local_folder(models.adapter, heartbeat)) if models.adapter is not None else None
+        path = stack.enter_context(open_local_folder(models.model, heartbeat))
+        adapter = (
+            stack.enter_context(open_local_folder(models.adapter, heartbeat)) if models.adapter is not None else None
+        )
         yield open_model_files(path, adapter)
 
 
@@ -223,7 +225,7 @@ _CHUNK = 16 << 20
 
 
 @contextlib.contextmanager
-def local_folder(location: str, heartbeat: Callable[[], None] = lambda: None) -> Iterator[Path]:
+def open_local_folder(location: str, heartbeat: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yield the folder itself, or a temporary copy of a remote one; `heartbeat` is called while copying.
 
     Raises StorageError, and UserError for an empty location.
@@ -232,7 +234,7 @@ def local_folder(location: str, heartbeat: Callable[[], None] = lambda: None) ->
         yield Path(location).expanduser()
         return
     storage, retry = open_storage(location), Retry()
-    listed = retry.run(lambda: storage.list(""), location, _unreadable_error)
+    listed = retry.run(lambda: storage.list(""), location, _create_read_error)
     entries = [entry for entry in listed if not entry.is_folder]
     if not entries:
         raise UserError(f"{location}: there are no files: correct the bucket or the prefix")
@@ -242,13 +244,13 @@ def local_folder(location: str, heartbeat: Callable[[], None] = lambda: None) ->
                 for start in range(0, entry.size, _CHUNK):
                     piece = memoryview(bytearray(min(_CHUNK, entry.size - start)))
                     read = partial(storage.read_into, entry.name, start, piece)
-                    retry.run(read, location, _unreadable_error)
+                    retry.run(read, location, _create_read_error)
                     file.write(piece)
                     heartbeat()
         yield Path(scratch)
 
 
-def _unreadable_error(error: OSError, location: str) -> StorageError:
+def _create_read_error(error: OSError, location: str) -> StorageError:
     return StorageError(
         f"model {location}: cannot be read ({error.strerror or error}): look at the store and its rights"
     )

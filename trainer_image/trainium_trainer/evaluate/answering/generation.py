@@ -57,7 +57,7 @@ def generate(
     prompt_seeds = draw_seeds(prompts, config.seed) if seeds is None else list(seeds)
     answers: dict[int, GeneratedAnswer] = {}
     end_tokens = sorted({*model.folder.end_tokens, *ends})
-    for batch in batch_by_length([len(prompt) for prompt in prompts], config.batch_size):
+    for batch in group_by_length([len(prompt) for prompt in prompts], config.batch_size):
         batch_prompts, batch_seeds = [prompts[n] for n in batch], [prompt_seeds[n] for n in batch]
         batch_answers = _generate_batch(model, batch_prompts, batch_seeds, config, end_tokens, heartbeat)
         answers |= zip(batch, batch_answers, strict=True)
@@ -134,7 +134,7 @@ def _build_answer(folder: ModelFiles, ids: list[int], stop: Sequence[str], end_t
     return GeneratedAnswer(text, len(ids), FinishReason.END_OF_TEXT if ends else FinishReason.LENGTH)
 
 
-def batch_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
+def group_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Return indices of the examples in batches of at most `size`, grouped by length, the longest first.
 
     The longest come first so that a lack of memory shows immediately.
@@ -266,7 +266,7 @@ def compute_likelihoods(
     results = {number: AnswerLikelihood(0.0, 0) for number in range(len(rows))}
     counted = [number for number in results if rows[number][1]]
     lengths = [len(rows[number][0]) + len(rows[number][1]) for number in counted]
-    for batch in batch_by_length(lengths, batch_size):
+    for batch in group_by_length(lengths, batch_size):
         heartbeat()
         numbers = [counted[index] for index in batch]
         results |= zip(numbers, _score_batch(model, [rows[number] for number in numbers]), strict=True)

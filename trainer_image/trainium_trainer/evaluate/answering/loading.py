@@ -77,13 +77,13 @@ def load(
             "fetch the folder again"
         )
     if folder.adapter is not None:
-        network = _with_adapter(network, folder.path, folder.adapter)
+        network = _apply_adapter(network, folder.path, folder.adapter)
     if not recommended:
         network.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     return LoadedModel(folder, network.to(torch_device).eval(), torch_device)
 
 
-def _with_adapter(network: Any, base: Path, adapter: Path) -> Any:
+def _apply_adapter(network: Any, base: Path, adapter: Path) -> Any:
     """Return the model with an adapter applied, not merged."""
     _resize_and_check(network, base, adapter)
     try:

@@ -21,7 +21,7 @@ from trainium_contract.models.shape import ModelShape
 from trainium_contract.trainer.optimizer import OptimizerConfig
 from trainium_trainer import cli
 from trainium_trainer.backends.nxd.conversion.from_nxd import NxdSource
-from trainium_trainer.backends.nxd.conversion.tag_files import TensorReference, rank_file_name
+from trainium_trainer.backends.nxd.conversion.tag_files import TensorReference, format_rank_file_name
 from trainium_trainer.backends.nxd.conversion.to_nxd import NxdTarget, write_tag
 from trainium_trainer.backends.nxd.layout.parameter_names import Projections
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder
@@ -30,7 +30,7 @@ from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.root.survey import survey, verify
 from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, moment, state_name
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, find_moment, format_state_name
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 
@@ -39,14 +39,14 @@ RETRY = Retry(())
 POSITION = Position(step=7, samples=56, tokens=1234)
 
 
-PARTS = (WEIGHT, moment("expAvg"), moment("expAvgSq"))
+PARTS = (WEIGHT, find_moment("expAvg"), find_moment("expAvgSq"))
 
 
 def create_state(shape: ModelShape = SHAPE) -> dict[str, torch.Tensor]:
     """Return a whole training state whose values all differ."""
     generator = torch.Generator().manual_seed(3)
     tensors = {
-        state_name(part, name): torch.randn(size, generator=generator)
+        format_state_name(part, name): torch.randn(size, generator=generator)
         for part in PARTS
         for name, size in parameter_sizes(shape).items()
     }
@@ -66,7 +66,7 @@ def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoi
 
 
 def load_all(source: NxdSource) -> dict[str, torch.Tensor]:
-    return {tensor.name: tensor.load() for tensor in source.sources()}
+    return {tensor.name: tensor.load() for tensor in source.list_sources()}
 
 
 def assert_same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -95,7 +95,7 @@ def test_a_state_converted_to_nxd_and_back_is_the_same(
     )
     source = NxdSource(tmp_path / "tag", shape, order)
     assert_same(load_all(source), expected)
-    assert source.position(step=None, samples=None, tokens=None) == POSITION
+    assert source.find_position(step=None, samples=None, tokens=None) == POSITION
 
 
 def test_a_tag_has_the_files_and_keys_of_nxd(tmp_path: Path) -> None:
@@ -121,10 +121,10 @@ def test_a_tag_has_the_files_and_keys_of_nxd(tmp_path: Path) -> None:
         "scheduler.pt",
         "user_content.pt",
     ]
-    model = torch.load(tag / "model" / rank_file_name(0, 1, 0), weights_only=True)
+    model = torch.load(tag / "model" / format_rank_file_name(0, 1, 0), weights_only=True)
     assert model["model.layers.0.self_attn.qkv_proj.weight_qkv"].shape == (16 + 4 + 4, 20)
     assert {value.dtype for value in model.values()} == {torch.bfloat16}
-    optimizer = torch.load(tag / "optim" / rank_file_name(1, 0, 0), weights_only=True)
+    optimizer = torch.load(tag / "optim" / format_rank_file_name(1, 0, 0), weights_only=True)
     assert set(optimizer) == {"state", "param_groups", "base_state", "shape_info", "sharded_master_weights"}
     assert optimizer["param_groups"][0]["params"] == list(range(len(model)))
     (norm,) = (number for number, name in enumerate(model) if name == "model.norm.weight")
@@ -149,14 +149,14 @@ def write_nxd_tag(tag: Path, expected: dict[str, torch.Tensor], *, zero1: int, x
         for pp, names in enumerate(stages):
 
             def cut_tensor(name: str, part: str, tp: int = tp) -> torch.Tensor:
-                value = expected[state_name(part, name)]
+                value = expected[format_state_name(part, name)]
                 if value.dim() == 1:
                     return value
                 return value.chunk(2, 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[tp].contiguous()
 
             weights: dict[str, Any] = {name: cut_tensor(name, WEIGHT).bfloat16() for name in names}
             weights["model.rotary.inv_freq"] = torch.ones(2)
-            save(tag / "model" / rank_file_name(0, tp, pp), weights, xser=xser)
+            save(tag / "model" / format_rank_file_name(0, tp, pp), weights, xser=xser)
             order = [name for name in names if len(sizes[name]) == 2] + [
                 name for name in names if len(sizes[name]) == 1
             ]
@@ -177,8 +177,8 @@ def write_nxd_tag(tag: Path, expected: dict[str, torch.Tensor], *, zero1: int, x
                 base = {
                     number: {
                         "step": torch.tensor(7.0),
-                        "exp_avg": shards[moment("expAvg")][number],
-                        "exp_avg_sq": shards[moment("expAvgSq")][number],
+                        "exp_avg": shards[find_moment("expAvg")][number],
+                        "exp_avg_sq": shards[find_moment("expAvgSq")][number],
                     }
                     for number in range(len(order))
                 }
@@ -189,7 +189,7 @@ def write_nxd_tag(tag: Path, expected: dict[str, torch.Tensor], *, zero1: int, x
                     "shape_info": {number: torch.Size(sizes[name]) for number, name in enumerate(order)},
                     "sharded_master_weights": shards[WEIGHT],
                 }
-                save(tag / "optim" / rank_file_name(dp, tp, pp), content, xser=xser)
+                save(tag / "optim" / format_rank_file_name(dp, tp, pp), content, xser=xser)
     torch.save({"global_step": 7, "epoch": 1}, tag / "user_content.pt")
     (tag / "done").write_text("1")
 
@@ -240,7 +240,7 @@ def test_a_tag_divided_by_tensor_pipeline_and_zero_1_is_joined(tmp_path: Path, z
     source = NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED)
     # The weights are the master weights, not the bfloat16 ones.
     assert_same(load_all(source), expected)
-    assert source.position(step=None, samples=5, tokens=None) == Position(step=7, samples=5, tokens=0)
+    assert source.find_position(step=None, samples=5, tokens=None) == Position(step=7, samples=5, tokens=0)
 
 
 @pytest.mark.usefixtures("_references_of_torch_xla")
@@ -252,7 +252,7 @@ def test_weights_that_nxd_left_out_come_from_the_optimizer(tmp_path: Path) -> No
     assert_same(load_all(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED)), expected)
     with pytest.raises(UserError, match="has no weights, and the optimizer is left out: convert it with"):
         load_all(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED, weights_only=True))
-    (tmp_path / "tag" / "optim" / f"{rank_file_name(1, 0, 0)}.tensors" / "tensor_3.pt").unlink()
+    (tmp_path / "tag" / "optim" / f"{format_rank_file_name(1, 0, 0)}.tensors" / "tensor_3.pt").unlink()
     with pytest.raises(UserError, match=r"optim/.*tensor_3.pt is missing"):
         load_all(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED))
 
@@ -263,9 +263,9 @@ def test_weights_alone_begin_with_moments_of_zero(tmp_path: Path) -> None:
     converted = load_all(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED, weights_only=True))
     assert int(converted[OPTIMIZER_STEP]) == 0
     for name in parameter_sizes(SHAPE):
-        weight = expected[state_name(WEIGHT, name)]
-        assert torch.equal(converted[state_name(WEIGHT, name)], weight.bfloat16().float())
-        assert not converted[state_name(moment("expAvg"), name)].any()
+        weight = expected[format_state_name(WEIGHT, name)]
+        assert torch.equal(converted[format_state_name(WEIGHT, name)], weight.bfloat16().float())
+        assert not converted[format_state_name(find_moment("expAvg"), name)].any()
 
 
 def test_tags_that_cannot_be_converted_are_refused_by_name(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_tags_that_cannot_be_converted_are_refused_by_name(tmp_path: Path) -> No
     assert "of this model it would have (48, 20)" in refusal(shape=replace(SHAPE, vocab_size=96))
     assert "has no model.layers.2" in refusal(shape=replace(SHAPE, num_layers=3))
     assert "lm_head.weight is not the embedding" in refusal(shape=replace(SHAPE, tie_embeddings=True))
-    optimizer = tag / "optim" / rank_file_name(1, 0, 1)
+    optimizer = tag / "optim" / format_rank_file_name(1, 0, 1)
     content = optimizer.read_bytes()
     optimizer.unlink()
     assert "optim/dp_rank_01_tp_rank_00_pp_rank_01.pt is missing" in refusal()
@@ -289,7 +289,7 @@ def test_tags_that_cannot_be_converted_are_refused_by_name(tmp_path: Path) -> No
     (tag / "done").unlink()
     assert "has no `done`: the save of that tag never ended" in refusal()
     (tag / "done").write_text("1")
-    (tag / "model" / rank_file_name(0, 0, 0)).write_bytes(pickle.dumps(Path("anything")))
+    (tag / "model" / format_rank_file_name(0, 0, 0)).write_bytes(pickle.dumps(Path("anything")))
     assert "cannot be read, or holds more than tensors and plain values" in refusal()
 
 
@@ -305,7 +305,7 @@ def test_a_degree_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> N
 def test_a_checkpoint_of_a_tuning_which_is_no_whole_model_is_refused(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj"
     kept = {f"{name}.lora_A.weight": torch.ones(2, 20), f"{name}.lora_B.weight": torch.ones(32, 2)}
-    parts = {state_name(part, key): value for part in PARTS for key, value in kept.items()}
+    parts = {format_state_name(part, key): value for part in PARTS for key, value in kept.items()}
     reader = write_checkpoint(tmp_path / "ours", parts | {OPTIMIZER_STEP: torch.tensor(7)})
     target = NxdTarget(1, None, torch.float32, Projections.FUSED, KeyValueOrder.REPEATED)
     with pytest.raises(UserError, match=r"what a tuning trained and not model\.embed_tokens"):

@@ -6,10 +6,10 @@ import pytest
 
 from tests.testing.trainer.base_models import SHAPE
 from tests.testing.trainer.checkpoint_layouts import assert_written_once
-from trainium_trainer.backends.nxd.layout.divisions import divisions, replicated_rows, zero1_rows
+from trainium_trainer.backends.nxd.layout.divisions import find_divisions, find_replicated_rows, find_zero1_rows
 from trainium_trainer.backends.nxd.layout.parameter_names import Projections, list_parameters
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
-from trainium_trainer.checkpoint.sharding import CheckpointLayout, Grid, TensorMetadata, box_at
+from trainium_trainer.checkpoint.sharding import CheckpointLayout, Grid, TensorMetadata, find_box
 
 
 @pytest.mark.parametrize("order", list(KeyValueOrder))
@@ -25,16 +25,18 @@ def test_the_boxes_are_those_of_nxds_layers_and_zero1(
         rank = TensorRank(SHAPE, tensor_rank, size, order)
         tensors: list[TensorMetadata] = []
         for name in list_parameters(SHAPE, Projections.FUSED):
-            pieces, divided = rank.pieces(name), divisions(rank, name)
+            pieces, divided = rank.find_pieces(name), find_divisions(rank, name)
             rows = -(-sum(piece.sizes[0] for piece in pieces) // data)
-            stored = zero1_rows(pieces, divided, data_rank, rows) if sharded else replicated_rows(pieces, divided)
+            stored = (
+                find_zero1_rows(pieces, divided, data_rank, rows) if sharded else find_replicated_rows(pieces, divided)
+            )
             for row in stored:
-                box = box_at(row.piece.whole, row.division, grid, data_rank, tensor_rank)
+                box = find_box(row.piece.whole, row.division, grid, data_rank, tensor_rank)
                 assert (box.volume == 0 and row.piece.sizes[0] == 0) or (
                     (box.offsets, box.sizes) == (row.piece.offsets, row.piece.sizes)
                 )
                 tensors.append(TensorMetadata(row.piece.name, "F32", row.piece.whole, 0, row.division))
-        layouts[grid.rank(0, data_rank, tensor_rank)] = CheckpointLayout(grid, tensors)
+        layouts[grid.find_rank(0, data_rank, tensor_rank)] = CheckpointLayout(grid, tensors)
     assert len({layout.digest for layout in layouts.values()}) == 1
     assert layouts[0].find_problem() == ""
     assert_written_once(layouts[0])

@@ -4,8 +4,8 @@ from typing import Any
 
 from trainium_contract.models.families import PRESETS
 from trainium_contract.trainer.config import TrainingConfig
-from trainium_trainer.backends.nxd.extraction import ranks_with_distinct_graphs
-from trainium_trainer.compile.dry_run import MeshCoordinate, first_rank_at, launch_at, mesh_coordinates
+from trainium_trainer.backends.nxd.extraction import find_ranks_with_distinct_graphs
+from trainium_trainer.compile.dry_run import MeshCoordinate, find_first_rank, launch_at, list_mesh_coordinates
 from trainium_trainer.compile.graphs import describe_graphs
 from trainium_trainer.configuration.config import Settings
 from trainium_trainer.tuning.trainable import select_trainable
@@ -23,28 +23,28 @@ def nxd_settings(tensor: int, data: int, **fields: Any) -> Settings:
 
 def test_data_ranks_with_a_different_layout_of_repeated_heads_are_compiled_too() -> None:
     # The first half of 512 rows is on one rank, the other half on four ranks each.
-    assert ranks_with_distinct_graphs(nxd_settings(32, 128)) == (0, 64)
-    assert ranks_with_distinct_graphs(nxd_settings(32, 5)) == (0, 2, 3), "the third rank has rows of both kinds"
+    assert find_ranks_with_distinct_graphs(nxd_settings(32, 128)) == (0, 64)
+    assert find_ranks_with_distinct_graphs(nxd_settings(32, 5)) == (0, 2, 3), "the third rank has rows of both kinds"
     stochastic = nxd_settings(32, 5, precision="BFloat16Stochastic")
-    assert ranks_with_distinct_graphs(stochastic) == (0, 2, 3, 4), (
+    assert find_ranks_with_distinct_graphs(stochastic) == (0, 2, 3, 4), (
         "keys and values are also synchronized, in runs of rows"
     )
     ranks = [
-        first_rank_at(place, stochastic.config, 160)
-        for place in mesh_coordinates(stochastic.config, ranks_with_distinct_graphs(stochastic))
+        find_first_rank(place, stochastic.config, 160)
+        for place in list_mesh_coordinates(stochastic.config, find_ranks_with_distinct_graphs(stochastic))
     ]
     assert ranks == [data * 32 + part for part in range(32) for data in (0, 2, 3, 4)]
 
 
 def test_one_rank_represents_its_replicas_without_repeated_heads_or_divisions() -> None:
-    assert ranks_with_distinct_graphs(nxd_settings(8, 16)) == (0,)
-    assert ranks_with_distinct_graphs(nxd_settings(32, 128, dataParallel="Replicated")) == (0,)
-    assert ranks_with_distinct_graphs(nxd_settings(32, 1)) == (0,)
+    assert find_ranks_with_distinct_graphs(nxd_settings(8, 16)) == (0,)
+    assert find_ranks_with_distinct_graphs(nxd_settings(32, 128, dataParallel="Replicated")) == (0,)
+    assert find_ranks_with_distinct_graphs(nxd_settings(32, 1)) == (0,)
 
 
 def test_an_adapter_of_fewer_rows_than_replicas_has_ranks_without_any_of_it() -> None:
     tuned = nxd_settings(2, 8, tuning={"method": "LoRA", "lora": {"rank": 4, "targets": ["gate_proj"]}})
-    assert ranks_with_distinct_graphs(tuned) == (0, 4), "four of the eight ranks have a row of the first matrix"
+    assert find_ranks_with_distinct_graphs(tuned) == (0, 4), "four of the eight ranks have a row of the first matrix"
 
 
 def test_the_key_of_graphs_names_the_ranks_with_distinct_graphs() -> None:
@@ -57,7 +57,7 @@ def test_the_key_of_graphs_names_the_ranks_with_distinct_graphs() -> None:
 def test_the_first_rank_of_a_coordinate_is_found_in_nested_groups() -> None:
     config = nxd_settings(4, 16).config
     ranks = [
-        first_rank_at(MeshCoordinate(0, part, data), config, 64, tensor_stride=8)
+        find_first_rank(MeshCoordinate(0, part, data), config, 64, tensor_stride=8)
         for data in (0, 3, 9)
         for part in (0, 1)
     ]

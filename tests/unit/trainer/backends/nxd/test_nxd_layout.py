@@ -61,7 +61,7 @@ def test_division_into_equal_runs_of_rows_loses_nothing(size: int, order: str, s
     pieces = []
     for rank in ranks(size, order):
         for name in PARAMETERS:
-            pieces_of_rank = rank.pieces(name)
+            pieces_of_rank = rank.find_pieces(name)
             rows = -(-pieces_of_rank[-1].end // shares)
             for share in range(shares):
                 parts = [piece.within(share * rows, (share + 1) * rows) for piece in pieces_of_rank]
@@ -75,14 +75,14 @@ def test_division_into_equal_runs_of_rows_loses_nothing(size: int, order: str, s
 def test_each_rank_has_the_query_heads_that_attend_to_its_key_and_value_heads(size: int, order: str) -> None:
     group = SHAPE.num_attention_heads // SHAPE.num_key_value_heads
     for rank in ranks(size, order):
-        query, key, value = rank.pieces("model.layers.1.self_attn.qkv_proj.weight_qkv")
+        query, key, value = rank.find_pieces("model.layers.1.self_attn.qkv_proj.weight_qkv")
         heads = range(query.offsets[0] // SHAPE.head_dim, (query.offsets[0] + query.sizes[0]) // SHAPE.head_dim)
         key_heads = range(key.offsets[0] // SHAPE.head_dim, (key.offsets[0] + key.sizes[0]) // SHAPE.head_dim)
         assert [head // group for head in heads] == [
             key_head for key_head in key_heads for _ in range(len(heads) // len(key_heads))
         ]
         assert key.offsets == value.offsets
-        (output,) = rank.pieces("model.layers.1.self_attn.o_proj.weight")
+        (output,) = rank.find_pieces("model.layers.1.self_attn.o_proj.weight")
         assert output.offsets[1] == query.offsets[0], "the output projection has the columns of the same heads"
 
 
@@ -99,8 +99,8 @@ def test_an_adapter_is_divided_like_its_projection(size: int, order: str, module
     sizes = {f"{module}.lora_A.weight": (4, width), f"{module}.lora_B.weight": (outputs, 4)}
     counts = {name: torch.zeros(whole, dtype=torch.int64) for name, whole in sizes.items()}
     for rank in ranks(size, order):
-        (base,) = rank.pieces(f"{module}.weight")
-        first, second = (rank.pieces(name, adapter_rank=4)[0] for name in sizes)
+        (base,) = rank.find_pieces(f"{module}.weight")
+        first, second = (rank.find_pieces(name, adapter_rank=4)[0] for name in sizes)
         for piece in (first, second):
             assert piece.whole == sizes[piece.name]
             assert piece.slice_of(counts[piece.name]).shape == piece.sizes
@@ -139,8 +139,8 @@ def test_the_ranks_hold_every_value_as_often_as_they_report(size: int, order: st
 def test_a_projection_has_the_same_pieces_within_a_stack(size: int, order: str) -> None:
     for rank in ranks(size, order):
         for stack in ("self_attn.qkv_proj.weight_qkv", "mlp.gate_up_proj.weight"):
-            for piece in rank.pieces(f"model.layers.0.{stack}"):
-                assert rank.pieces(piece.name) == (replace(piece, start=0),)
+            for piece in rank.find_pieces(f"model.layers.0.{stack}"):
+                assert rank.find_pieces(piece.name) == (replace(piece, start=0),)
 
 
 def test_neighbours_have_different_heads_on_trn1_and_the_same_head_on_trn2() -> None:
@@ -151,4 +151,4 @@ def test_neighbours_have_different_heads_on_trn1_and_the_same_head_on_trn2() -> 
 
 def test_a_parameter_that_the_model_does_not_have_is_an_error() -> None:
     with pytest.raises(KeyError, match="q_norm"):
-        ranks(1, "trn1")[0].pieces("model.layers.0.self_attn.q_norm.weight")
+        ranks(1, "trn1")[0].find_pieces("model.layers.0.self_attn.q_norm.weight")

@@ -21,7 +21,7 @@ from trainium_trainer.backends.nxd.limits import check_model
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.whole_tensors import TensorSource
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, state_name
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, format_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,45 +58,49 @@ class NxdSource:
                 self._note(TensorRank(shape, tensor, sizes.tensor, order), pipeline)
         self._check_whole()
 
-    def sources(self) -> list[TensorSource]:
+    def list_sources(self) -> list[TensorSource]:
         """Return all tensors of the state; without the optimizer's files, the moments are zero."""
-        items = [TensorSource(OPTIMIZER_STEP, torch.int64, torch.Size(()), lambda: torch.tensor(self.optimizer_step()))]
+        items = [
+            TensorSource(OPTIMIZER_STEP, torch.int64, torch.Size(()), lambda: torch.tensor(self.read_optimizer_step()))
+        ]
         for name, size in self._sizes.items():
             for part in (WEIGHT, *MOMENTS):
 
                 def load(part: str = part, name: str = name) -> torch.Tensor:
-                    return self._whole(part, name)
+                    return self._assemble_tensor(part, name)
 
-                items.append(TensorSource(state_name(part, name), torch.float32, torch.Size(size), load))
+                items.append(TensorSource(format_state_name(part, name), torch.float32, torch.Size(size), load))
         return items
 
-    def optimizer_step(self) -> int:
+    def read_optimizer_step(self) -> int:
         """Return the number of updates in the moments."""
         if not self._tag.has_optimizer:
             return 0
-        state = _inner_state(self._tag.optimizer(0, 0, 0))
+        state = _find_inner_state(self._tag.read_optimizer(0, 0, 0))
         return max((int(entry["step"]) for entry in state.values() if "step" in entry), default=0)
 
-    def position(self, *, step: int | None, samples: int | None, tokens: int | None) -> Position:
+    def find_position(self, *, step: int | None, samples: int | None, tokens: int | None) -> Position:
         """Return the position of the run, as given or as stored by the training script. Raises UserError if unknown."""
-        content = self._tag.user_content()
-        step = step if step is not None else _number(content, "step", "global_step", "total_steps")
+        content = self._tag.read_user_content()
+        step = step if step is not None else _find_number(content, "step", "global_step", "total_steps")
         if step is None:
             raise UserError(f"{self._tag.folder}/user_content.pt has no step: give it with --step")
-        samples = samples if samples is not None else _number(content, "samples", "consumed_samples", "total_samples")
-        tokens = tokens if tokens is not None else _number(content, "tokens", "consumed_tokens")
+        samples = (
+            samples if samples is not None else _find_number(content, "samples", "consumed_samples", "total_samples")
+        )
+        tokens = tokens if tokens is not None else _find_number(content, "tokens", "consumed_tokens")
         return Position(step=step, samples=samples or 0, tokens=tokens or 0)
 
     def _note(self, rank: TensorRank, pipeline: int) -> None:
         values = {
             name: value
-            for name, value in self._tag.model(rank.rank, pipeline).items()
+            for name, value in self._tag.read_model(rank.rank, pipeline).items()
             if not name.endswith("inv_freq")  # a buffer of the rotary embedding
         }
         if self._shape.tie_embeddings:
             self._drop_head(values, rank)
-        groups = self._tag.optimizer(0, rank.rank, pipeline)["param_groups"] if self._tag.has_optimizer else []
-        numbers = self._numbers(values, groups)
+        groups = self._tag.read_optimizer(0, rank.rank, pipeline)["param_groups"] if self._tag.has_optimizer else []
+        numbers = self._number_parameters(values, groups)
         for parameter, value in values.items():
             try:
                 pieces = list_pieces(rank, parameter)
@@ -120,7 +124,7 @@ class NxdSource:
 
     def _drop_head(self, values: dict[str, torch.Tensor], rank: TensorRank) -> None:
         """Drop the output projection if it equals the embedding. Raises UserError if it differs."""
-        head, embedding = values.pop(HEAD, None), self._tag.model(rank.rank, 0).get(EMBEDDING)
+        head, embedding = values.pop(HEAD, None), self._tag.read_model(rank.rank, 0).get(EMBEDDING)
         if head is None or embedding is None or head.is_meta or embedding.is_meta:
             return
         if not torch.equal(head, embedding):
@@ -129,7 +133,9 @@ class NxdSource:
                 "configuration that the checkpoint was made with"
             )
 
-    def _numbers(self, values: Mapping[str, torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    def _number_parameters(
+        self, values: Mapping[str, torch.Tensor], groups: Sequence[Mapping[str, Any]]
+    ) -> dict[str, int]:
         """Return the optimizer's index of each parameter, counted through its groups in the module's order."""
         names = [list(values)]
         if len(groups) > 1:
@@ -156,7 +162,7 @@ class NxdSource:
                 raise UserError(f"{self._tag.folder}: not all of {name} is there")
 
     @torch.no_grad()
-    def _whole(self, part: str, name: str) -> torch.Tensor:
+    def _assemble_tensor(self, part: str, name: str) -> torch.Tensor:
         whole = torch.zeros(self._sizes[name], dtype=torch.float32)
         if part != WEIGHT and not self._tag.has_optimizer:
             return whole
@@ -164,22 +170,22 @@ class NxdSource:
             box = whole
             for dimension, (offset, size) in enumerate(zip(location.piece.offsets, location.piece.sizes, strict=True)):
                 box = box.narrow(dimension, offset, size)
-            box.copy_(self._local(part, location)[location.piece.start : location.piece.end])
+            box.copy_(self._read_local(part, location)[location.piece.start : location.piece.end])
         return whole
 
-    def _local(self, part: str, location: _Place) -> torch.Tensor:
+    def _read_local(self, part: str, location: _Place) -> torch.Tensor:
         """Return a rank's whole parameter, or the optimizer's values of it."""
         if self._tag.has_optimizer:
             ranks = range(self._tag.sizes.data)
-            states = [self._tag.optimizer(data, location.tensor, location.pipeline) for data in ranks]
+            states = [self._tag.read_optimizer(data, location.tensor, location.pipeline) for data in ranks]
             if part == WEIGHT:
                 shards = [state.get("sharded_master_weights", {}).get(location.number) for state in states]
             else:
-                shards = [_inner_state(state)[location.number][MOMENTS[part]] for state in states]
+                shards = [_find_inner_state(state)[location.number][MOMENTS[part]] for state in states]
             present = [shard for shard in shards if shard is not None]
             if present:
                 return torch.cat(present) if present[0].dim() else present[0]
-        weight = self._tag.model(location.tensor, location.pipeline)[location.parameter]
+        weight = self._tag.read_model(location.tensor, location.pipeline)[location.parameter]
         if weight.is_meta:
             raise UserError(
                 f"{self._tag.folder}/model has no weights, and "
@@ -189,11 +195,11 @@ class NxdSource:
         return weight
 
 
-def _inner_state(optimizer: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
+def _find_inner_state(optimizer: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
     """Return the moments by index: ZeRO-1 stores them apart from the state of the outer optimizer."""
     state: Mapping[int, Mapping[str, Any]] = optimizer.get("base_state") or optimizer["state"]
     return state
 
 
-def _number(content: Mapping[str, Any], *names: str) -> int | None:
+def _find_number(content: Mapping[str, Any], *names: str) -> int | None:
     return next((int(content[name]) for name in names if isinstance(content.get(name), (int, float))), None)

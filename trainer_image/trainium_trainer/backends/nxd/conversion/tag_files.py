@@ -61,7 +61,7 @@ class Tag:
             raise UserError(f"{folder} is not a tag of an NxD checkpoint: name the folder that has `model` and `done`")
         if not (folder / _DONE).exists():
             raise UserError(f"{folder} has no `done`: the save of that tag never ended; take an older one")
-        model, optimizer = _ranks(folder / "model"), set() if weights_only else _ranks(folder / "optim")
+        model, optimizer = _list_ranks(folder / "model"), set() if weights_only else _list_ranks(folder / "optim")
         self.sizes = TagDegrees(
             tensor=1 + max((tp for _, tp, _ in model), default=-1),
             pipeline=1 + max((pp for _, _, pp in model), default=-1),
@@ -72,21 +72,21 @@ class Tag:
         if optimizer:
             self._expect("optim", optimizer, self.sizes.data)
 
-    def model(self, tensor: int, pipeline: int) -> dict[str, torch.Tensor]:
+    def read_model(self, tensor: int, pipeline: int) -> dict[str, torch.Tensor]:
         """Return a rank's weights by the names of its modules' parameters; values are read lazily."""
-        content = self._cached(f"model/{rank_file_name(0, tensor, pipeline)}")
+        content = self._cached(f"model/{format_rank_file_name(0, tensor, pipeline)}")
         if not isinstance(content, dict):
             raise UserError(f"{self.folder}/model: not a dictionary of weights")
         return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
 
-    def optimizer(self, data: int, tensor: int, pipeline: int) -> dict[str, Any]:
+    def read_optimizer(self, data: int, tensor: int, pipeline: int) -> dict[str, Any]:
         """Return a rank's optimizer state: `state` and `param_groups`, with ZeRO-1 `base_state` and more."""
-        content = self._cached(f"optim/{rank_file_name(data, tensor, pipeline)}")
+        content = self._cached(f"optim/{format_rank_file_name(data, tensor, pipeline)}")
         if not isinstance(content, dict) or "param_groups" not in content:
             raise UserError(f"{self.folder}/optim: not the state of an optimizer")
         return content
 
-    def user_content(self) -> dict[str, Any]:
+    def read_user_content(self) -> dict[str, Any]:
         """Return the values stored by the training script if they are plain values, else none."""
         try:
             content = self._load("user_content.pt")
@@ -98,7 +98,7 @@ class Tag:
         sizes = self.sizes
         wanted = {(d, t, p) for d in range(data) for t in range(sizes.tensor) for p in range(sizes.pipeline)}
         if missing := sorted(wanted - found):
-            raise UserError(f"{self.folder}/{kind}/{rank_file_name(*missing[0])} is missing")
+            raise UserError(f"{self.folder}/{kind}/{format_rank_file_name(*missing[0])} is missing")
         if not wanted:
             raise UserError(f"{self.folder}/{kind} holds no files of ranks")
 
@@ -113,17 +113,17 @@ class Tag:
         except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
             reason = str(error).splitlines()[0][:200]
             raise UserError(f"{path} cannot be read, or holds more than tensors and plain values: {reason}") from error
-        return self._resolved(content, path)
+        return self._resolve_references(content, path)
 
-    def _resolved(self, content: Any, path: Path) -> Any:
+    def _resolve_references(self, content: Any, path: Path) -> Any:
         """Return the content with references resolved to tensors."""
         if isinstance(content, TensorReference):
-            return self._referenced(content.tid, path)
+            return self._read_reference(content.tid, path)
         if isinstance(content, dict):
-            return {key: self._resolved(value, path) for key, value in content.items()}
+            return {key: self._resolve_references(value, path) for key, value in content.items()}
         return content
 
-    def _referenced(self, number: int, path: Path) -> torch.Tensor:
+    def _read_reference(self, number: int, path: Path) -> torch.Tensor:
         tensor: torch.Tensor
         file = path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt"
         if file.exists():
@@ -136,7 +136,7 @@ class Tag:
         return torch.empty(known["shape"], dtype=known["dtype"], device="meta")
 
 
-def rank_file_name(data: int, tensor: int, pipeline: int) -> str:
+def format_rank_file_name(data: int, tensor: int, pipeline: int) -> str:
     """Return the name of a rank's file."""
     return f"dp_rank_{data:02d}_tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}.pt"
 
@@ -155,7 +155,7 @@ def finish_tag(folder: Path) -> None:
     (folder / _DONE).write_text("1")
 
 
-def _ranks(folder: Path) -> set[tuple[int, int, int]]:
+def _list_ranks(folder: Path) -> set[tuple[int, int, int]]:
     return set(_matches(folder)) if folder.is_dir() else set()
 
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainium_contract.models.parameters import parameter_sizes
-from trainium_trainer.backends.nxd.conversion.tag_files import begin_tag, finish_tag, rank_file_name
+from trainium_trainer.backends.nxd.conversion.tag_files import begin_tag, finish_tag, format_rank_file_name
 from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS, Projections, list_parameters, list_pieces
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
 from trainium_trainer.backends.nxd.limits import check_model
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, state_name
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, format_state_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,28 +79,28 @@ def _write_rank(
     states: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in range(ranks)]
     masters: list[dict[int, torch.Tensor]] = [{} for _ in range(ranks)]
     for number, name in enumerate(names):
-        weight = _local(reader, rank, WEIGHT, name)
+        weight = _assemble_parameter(reader, rank, WEIGHT, name)
         model[name] = weight.to(target.dtype)
-        for data, shard in enumerate(_chunk_rows(weight, ranks)):
+        for data, shard in enumerate(_split_rows(weight, ranks)):
             masters[data][number] = shard
             states[data][number] = {"step": step}
         for part, key in MOMENTS.items():
-            for data, shard in enumerate(_chunk_rows(_local(reader, rank, part, name), ranks)):
+            for data, shard in enumerate(_split_rows(_assemble_parameter(reader, rank, part, name), ranks)):
                 states[data][number][key] = shard
     sizes = {number: model[name].shape for number, name in enumerate(names)}
     if rank.shape.tie_embeddings:
         model["lm_head.weight"] = model["model.embed_tokens.weight"]
-    torch.save(model, folder / "model" / rank_file_name(0, rank.rank, 0))
+    torch.save(model, folder / "model" / format_rank_file_name(0, rank.rank, 0))
     groups = [_group(optimizer, len(names))]
     for data in range(ranks):
         content: dict[str, Any] = {"state": states[data], "param_groups": groups}
         if target.zero1 is not None:
             content = {"state": {}, "param_groups": groups, "base_state": states[data]}
             content |= {"shape_info": sizes, "sharded_master_weights": masters[data]}
-        torch.save(content, folder / "optim" / rank_file_name(data, rank.rank, 0))
+        torch.save(content, folder / "optim" / format_rank_file_name(data, rank.rank, 0))
 
 
-def _local(reader: CheckpointReader, rank: TensorRank, part: str, parameter: str) -> torch.Tensor:
+def _assemble_parameter(reader: CheckpointReader, rank: TensorRank, part: str, parameter: str) -> torch.Tensor:
     """Assemble a rank's parameter from boxes of whole tensors."""
     pieces = list_pieces(rank, parameter)
     rows = sum(piece.sizes[0] for piece in pieces)
@@ -108,13 +108,13 @@ def _local(reader: CheckpointReader, rank: TensorRank, part: str, parameter: str
     wanted = [
         item
         for piece in pieces
-        for item in reader.plan_read(state_name(part, piece.name), piece.offsets, local[piece.start : piece.end])
+        for item in reader.plan_read(format_state_name(part, piece.name), piece.offsets, local[piece.start : piece.end])
     ]
     reader.fill(wanted)
     return local
 
 
-def _chunk_rows(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+def _split_rows(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     """Split into equal chunks of rows, zero-padded at the end; copies, so that a file holds only its chunk."""
     missing = -tensor.shape[0] % ranks
     if missing:
@@ -141,7 +141,7 @@ def _group(optimizer: OptimizerConfig, count: int) -> dict[str, Any]:
 
 def _refuse_parts(reader: CheckpointReader, shape: ModelShape) -> None:
     """Raise UserError if a checkpoint of a tuning lacks weights of the base."""
-    missing = [name for name in parameter_sizes(shape) if state_name(WEIGHT, name) not in reader.tensors]
+    missing = [name for name in parameter_sizes(shape) if format_state_name(WEIGHT, name) not in reader.tensors]
     if missing:
         raise UserError(
             f"the checkpoint holds what a tuning trained and not {missing[0]}, which is its base's, but NxD resumes "

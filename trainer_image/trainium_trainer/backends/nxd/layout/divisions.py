@@ -28,16 +28,16 @@ class StoredRows:
     """The division of the tensor over all ranks."""
 
 
-def divisions(rank: TensorRank, parameter: str, *, adapter_rank: int = 0) -> tuple[Division, ...]:
+def find_divisions(rank: TensorRank, parameter: str, *, adapter_rank: int = 0) -> tuple[Division, ...]:
     """Return the division of each piece of a parameter over the tensor-parallel group.
 
-    Raises KeyError like `TensorRank.pieces`.
+    Raises KeyError like `TensorRank.find_pieces`.
     """
-    group = [replace(rank, rank=index).pieces(parameter, adapter_rank=adapter_rank) for index in range(rank.size)]
-    return tuple(_division([pieces[number] for pieces in group]) for number in range(len(group[0])))
+    group = [replace(rank, rank=index).find_pieces(parameter, adapter_rank=adapter_rank) for index in range(rank.size)]
+    return tuple(_find_division([pieces[number] for pieces in group]) for number in range(len(group[0])))
 
 
-def _division(boxes: list[Piece]) -> Division:
+def _find_division(boxes: list[Piece]) -> Division:
     """Return the division of one piece, from its boxes on all ranks of the group, which are of equal size."""
     first = boxes[0]
     for dimension, (size, whole) in enumerate(zip(first.sizes, first.whole, strict=True)):
@@ -47,12 +47,14 @@ def _division(boxes: list[Piece]) -> Division:
     return ()
 
 
-def replicated_rows(pieces: Sequence[Piece], divided: Sequence[Division]) -> tuple[StoredRows, ...]:
+def find_replicated_rows(pieces: Sequence[Piece], divided: Sequence[Division]) -> tuple[StoredRows, ...]:
     """Return the stored rows of a parameter whose state every data-parallel rank holds."""
     return tuple(StoredRows(piece, division) for piece, division in zip(pieces, divided, strict=True))
 
 
-def zero1_rows(pieces: Sequence[Piece], divided: Sequence[Division], rank: int, rows: int) -> tuple[StoredRows, ...]:
+def find_zero1_rows(
+    pieces: Sequence[Piece], divided: Sequence[Division], rank: int, rows: int
+) -> tuple[StoredRows, ...]:
     """Return the stored rows of a parameter if data-parallel rank `rank` holds its `rank`-th `rows` rows."""
     return tuple(
         StoredRows(

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from trainium_contract.models.parameters import parameter_sizes
-from trainium_trainer.models.state_dict import moment
+from trainium_trainer.models.state_dict import find_moment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,7 @@ _SINGLE = {
     for module, suffix in (("qkv_proj", f"_{which}"), (f"{which}_proj", ""))
 } | {"gate_proj.weight": (_GATE_UP, 0), "up_proj.weight": (_GATE_UP, 1)}
 """Parameters of one projection: the stacked parameter that contains it here, and its index there."""
-MOMENTS = {moment("expAvg"): "exp_avg", moment("expAvgSq"): "exp_avg_sq"}
+MOMENTS = {find_moment("expAvg"): "exp_avg", find_moment("expAvgSq"): "exp_avg_sq"}
 """The moments by their names here and in NxD's files."""
 
 
@@ -49,9 +49,9 @@ def list_pieces(rank: TensorRank, parameter: str) -> tuple[Piece, ...]:
     """Return the projections in a parameter of any of these names. Raises KeyError for an unknown name."""
     prefix, last = _split(parameter)
     if last not in _SINGLE:
-        return rank.pieces(parameter)
+        return rank.find_pieces(parameter)
     stack, number = _SINGLE[last]
-    return (replace(rank.pieces(f"{prefix}.{stack}")[number], start=0),)
+    return (replace(rank.find_pieces(f"{prefix}.{stack}")[number], start=0),)
 
 
 def list_parameters(shape: ModelShape, projections: Projections) -> Iterator[str]:

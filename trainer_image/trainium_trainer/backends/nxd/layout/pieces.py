@@ -78,7 +78,7 @@ class Piece:
         )
 
 
-def norm_terms(pieces: Sequence[Piece]) -> tuple[tuple[int | None, int | None, int], ...]:
+def list_norm_terms(pieces: Sequence[Piece]) -> tuple[tuple[int | None, int | None, int], ...]:
     """Return the terms of a rank's sum of squares of a parameter: first row, end, divisor.
 
     Rows on several tensor-parallel ranks are divided by their number; rows None: all rows.
@@ -89,7 +89,7 @@ def norm_terms(pieces: Sequence[Piece]) -> tuple[tuple[int | None, int | None, i
     return tuple((piece.start, piece.end, piece.replicas) for piece in pieces)
 
 
-def shared_rows(pieces: Sequence[Piece], size: int) -> tuple[tuple[int, int, bool], ...]:
+def find_shared_rows(pieces: Sequence[Piece], size: int) -> tuple[tuple[int, int, bool], ...]:
     """Return the rows that several ranks hold: first row, end, and whether all `size` ranks of the group hold them."""
     return tuple((piece.start, piece.end, piece.replicas >= size) for piece in pieces if piece.replicas > 1)
 
@@ -149,7 +149,7 @@ class TensorRank:
         length = parameter.size[parameter.dimension] * copies // self.size
         return ProjectionCut(parameter.size, parameter.dimension, chunk * length, length, copies)
 
-    def pieces(self, parameter: str, *, adapter_rank: int = 0) -> tuple[Piece, ...]:
+    def find_pieces(self, parameter: str, *, adapter_rank: int = 0) -> tuple[Piece, ...]:
         """Return the pieces of a module's parameter. Raises KeyError for a name that the model does not have.
 
         `adapter_rank` is the width of the adapters, if there are any.
@@ -158,34 +158,34 @@ class TensorRank:
         prefix, _, module = owner.rpartition(".")
         if module == "qkv_proj":
             leaf = leaf.removesuffix("_qkv")
-            return self._stacked(*(f"{prefix}.{which}_proj.{leaf}" for which in "qkv"))
+            return self._find_stacked_rows(*(f"{prefix}.{which}_proj.{leaf}" for which in "qkv"))
         if module == "gate_up_proj":
-            return self._stacked(*(f"{prefix}.{which}_proj.{leaf}" for which in ("gate", "up")))
+            return self._find_stacked_rows(*(f"{prefix}.{which}_proj.{leaf}" for which in ("gate", "up")))
         if module in ("lora_A", "lora_B"):
-            return (self._adapter(parameter, self.divide(f"{prefix}.weight"), module == "lora_A", adapter_rank),)
+            return (self._divide_adapter(parameter, self.divide(f"{prefix}.weight"), module == "lora_A", adapter_rank),)
         whole = find_parameter(self.shape, parameter)
         if whole.dimension is None:
             return (Piece(parameter, whole.size, 0, (0,), whole.size, self.size),)
-        return (_piece(parameter, self.divide(parameter)),)
+        return (_create_piece(parameter, self.divide(parameter)),)
 
-    def _stacked(self, *parameters: str) -> tuple[Piece, ...]:
+    def _find_stacked_rows(self, *parameters: str) -> tuple[Piece, ...]:
         """Return the rows of several stacked parameters."""
         pieces: list[Piece] = []
         for name in parameters:
             start = pieces[-1].end if pieces else 0
-            pieces.append(replace(_piece(name, self.divide(name)), start=start))
+            pieces.append(replace(_create_piece(name, self.divide(name)), start=start))
         return tuple(pieces)
 
-    def _adapter(self, parameter: str, cut: ProjectionCut, first: bool, rank: int) -> Piece:
+    def _divide_adapter(self, parameter: str, cut: ProjectionCut, first: bool, rank: int) -> Piece:
         """Divide A, [rank, inputs], or B, [outputs, rank], as the projection; the other one is whole."""
         side = 1 if first else 0
         whole = (rank, cut.whole[1]) if first else (cut.whole[0], rank)
         if cut.dimension == side:
-            return _piece(parameter, replace(cut, whole=whole))
+            return _create_piece(parameter, replace(cut, whole=whole))
         return Piece(parameter, whole, 0, (0, 0), whole, self.size)
 
 
-def _piece(parameter: str, cut: ProjectionCut) -> Piece:
+def _create_piece(parameter: str, cut: ProjectionCut) -> Piece:
     offsets, sizes = [0] * len(cut.whole), list(cut.whole)
     offsets[cut.dimension], sizes[cut.dimension] = cut.offset, cut.length
     return Piece(parameter, cut.whole, 0, tuple(offsets), tuple(sizes), cut.replicas)
