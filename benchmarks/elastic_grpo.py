@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks import rank_environment
+from benchmarks.ranks import build_rank_environment
 from trainium_devcluster.ports import reserve_port
 
 RANKS, STEPS, KILLS = 2, 160, (40, 90)
@@ -46,7 +46,7 @@ def main() -> None:
     shutil.rmtree(options.out, ignore_errors=True)
     undisturbed, _, seconds = run(options.out / "undisturbed", ())
     disturbed, repeated, disturbed_seconds = run(options.out / "disturbed", KILLS)
-    curves = [{step: mean_reward(each[step]) for step in sorted(each)} for each in (undisturbed, disturbed)]
+    curves = [{step: compute_mean_reward(each[step]) for step in sorted(each)} for each in (undisturbed, disturbed)]
     rewards = list(curves[1].values())
     report = {
         "steps": len(disturbed),
@@ -64,7 +64,7 @@ def main() -> None:
     sys.exit(0 if report["identical"] and len(disturbed) == STEPS else 1)
 
 
-def mean_reward(answers: list[list[Any]]) -> float:
+def compute_mean_reward(answers: list[list[Any]]) -> float:
     """Return the mean reward of the answers of a step."""
     return statistics.fmean(reward for _, _, reward in answers)
 
@@ -86,7 +86,7 @@ class Attempt:
                         raise SystemExit(f"a rank ended with {process.returncode}: see the logs in {self.folder}")
                 return
             deadline = time.monotonic() + _TIMEOUT_SECONDS
-            while self.newest_step() <= kill_after:
+            while self.find_newest_step() <= kill_after:
                 if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
                     raise SystemExit(f"a rank ended, or is too slow: see the logs in {self.folder}")
                 time.sleep(0.05)
@@ -96,7 +96,7 @@ class Attempt:
                 process.kill()
                 process.wait()
 
-    def newest_step(self) -> int:
+    def find_newest_step(self) -> int:
         """Return the newest step for which all answers are recorded; 0 before the first."""
         return max(self.read_answers(), default=0)
 
@@ -129,7 +129,7 @@ def start_ranks(folder: Path, attempt: int) -> list[subprocess.Popen[bytes]]:
     for rank in range(RANKS):
         memory = folder / f"node-{rank}"
         (memory / "progress").mkdir(parents=True, exist_ok=True)
-        variables = os.environ | rank_environment(rank, RANKS, port)
+        variables = os.environ | build_rank_environment(rank, RANKS, port)
         variables |= {
             "TRAINIUM_RUN_ID": "run",
             "TRAINIUM_ATTEMPT": str(attempt),
@@ -145,7 +145,7 @@ def start_ranks(folder: Path, attempt: int) -> list[subprocess.Popen[bytes]]:
     return processes
 
 
-def reward(prompt: str, answer: str) -> float:
+def compute_reward(prompt: str, answer: str) -> float:
     """Return the share of tokens that follow the rule."""
     numbers = [int(word) for word in f"{prompt} {answer}".split()]
     return sum((before + 1) % NUMBERS == after for before, after in itertools.pairwise(numbers)) / TOKENS
@@ -165,7 +165,7 @@ def train(folder: Path) -> None:
     log = (folder / f"answers-{os.environ['TRAINIUM_ATTEMPT']}-{os.environ['RANK']}.jsonl").open("w")
 
     def score(prompts: list[str], completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
-        rewards = [reward(*pair) for pair in zip(prompts, completions, strict=True)]
+        rewards = [compute_reward(*pair) for pair in zip(prompts, completions, strict=True)]
         answers = list(zip(prompts, completions, rewards, strict=True))
         log.write(json.dumps({"step": trainer_state.global_step + 1, "answers": answers}) + "\n")
         log.flush()

@@ -23,7 +23,7 @@ class RunFailedError(Exception):
     """A rank failed; the message has the end of its log."""
 
 
-def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def build_rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Return the environment of a rank, over loopback."""
     return {
         "RANK": str(rank),
@@ -46,7 +46,7 @@ def run_ranks(argv: list[str], ranks: int, folder: Path, environment: Mapping[st
         for rank in range(ranks):
             # Each run has a separate cache, so Inductor compiles again.
             variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-            variables |= rank_environment(rank, ranks, port) | dict(environment or {})
+            variables |= build_rank_environment(rank, ranks, port) | dict(environment or {})
             with (folder / f"rank-{rank}.log").open("w") as log:
                 processes.append(subprocess.Popen(argv, env=variables, stdout=log, stderr=subprocess.STDOUT))
         return wait_for_ranks({process.pid: rank for rank, process in enumerate(processes)}, folder)

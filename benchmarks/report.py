@@ -82,15 +82,15 @@ def add_reports(parts: Json, reports: dict[str, Json]) -> Json:
     for name, title in TITLES.items():
         if name in reports:
             part = parts.get(title, {})
-            sizes = part.get("sizes", {}) | _sizes_of(reports[name])
+            sizes = part.get("sizes", {}) | _list_sizes(reports[name])
             ordered = sorted(sizes.items(), key=lambda item: int(item[0].split()[0].replace(",", "")))
             parts[title] = part | {"sizes": dict(ordered)}
     if "training_speed" in reports:
-        parts[TRAINING] = _training_speed(reports["training_speed"])
+        parts[TRAINING] = _format_training_speed(reports["training_speed"])
     return parts
 
 
-def _sizes_of(report: Json) -> Json:
+def _list_sizes(report: Json) -> Json:
     """Return the figures of a report by size."""
     machine, name = report["machine"], report["benchmark"]
     quick = ", quick mode" if report["quick"] else ""
@@ -112,7 +112,7 @@ def _sizes_of(report: Json) -> Json:
     return sizes
 
 
-def _training_speed(report: Json) -> Json:
+def _format_training_speed(report: Json) -> Json:
     """Return the part on training speed: its conditions and a row for each mode."""
     machine, goals = report["machine"], report["goals"]
     rows = []

@@ -37,7 +37,7 @@ UNUSED_CONTRACT = ("api_server", "definition", "pages", "views")
 _LIBRARY_PATH = re.compile(r"(?:=>\s*)?(/\S+) \(0x")
 
 
-def shared_libraries(file: Path) -> set[Path]:
+def find_shared_libraries(file: Path) -> set[Path]:
     """Return the shared libraries that a program or library needs, including the loader."""
     output = subprocess.run(["ldd", str(file)], capture_output=True, text=True, check=False).stdout
     return {Path(path) for path in _LIBRARY_PATH.findall(output)}
@@ -61,7 +61,7 @@ def main(folder: Path, site: Path) -> None:
         shutil.copytree(worker, folder / "site" / "trainium_worker")
     (folder / "bin").mkdir()
     shutil.copy2(python, folder / "bin" / "python")
-    for path in shared_libraries(python).union(*(shared_libraries(file) for file in library.rglob("*.so"))):
+    for path in find_shared_libraries(python).union(*(find_shared_libraries(file) for file in library.rglob("*.so"))):
         is_loader = path.name.startswith("ld-")
         shutil.copy2(path.resolve(), folder / "lib" / ("ld.so" if is_loader else path.name))
     # Image layers and copies change the times of files, so Python would consider timestamp-based .pyc files stale.

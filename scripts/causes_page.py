@@ -61,7 +61,7 @@ workers may report a sign marked † because of another worker; its reporter is 
 twice."""
 
 
-def reference_text(header: str) -> str:
+def render_reference(header: str) -> str:
     """Return the page, with `header` as the first line."""
     parts = [
         _INTRODUCTION,
@@ -73,7 +73,7 @@ def reference_text(header: str) -> str:
                     f"`{row.cause}`",
                     row.sentence,
                     row.blame.value.lower(),
-                    *_response_texts(get_default_responses(row.cause)),
+                    *_list_response_texts(get_default_responses(row.cause)),
                     row.budget.value if row.budget else "not counted",
                     "yes" if row.suspects_node else "",
                 )
@@ -103,7 +103,9 @@ def _sign_table(signs: Iterable[Sign]) -> str:
     rows = []
     for sign in signs:
         verdict = classify_sign(sign)
-        rows.append((_sign_text(sign), verdict.sentence, f"`{verdict.cause}`", *_response_texts(verdict.responses)))
+        rows.append(
+            (_sign_text(sign), verdict.sentence, f"`{verdict.cause}`", *_list_response_texts(verdict.responses))
+        )
     return render_table(("sign", "meaning", "cause", "response", "repeated"), rows)
 
 
@@ -133,7 +135,7 @@ def _sign_text(sign: Sign) -> str:
     return f"{sign.kind} `{sign.key}`" + (f" (reason `{sign.value}`)" if sign.value != "*" else "")
 
 
-def _response_texts(responses: Responses) -> tuple[str, str]:
+def _list_response_texts(responses: Responses) -> tuple[str, str]:
     """Return the first response, and the repeated one if it differs."""
     return _RESPONSE_TEXTS[responses.first], "" if responses.repeated is responses.first else _RESPONSE_TEXTS[
         responses.repeated

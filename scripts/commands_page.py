@@ -27,7 +27,7 @@ The operator. The chart passes its options; `extraArgs` passes those without a v
 --help` lists them with their variables."""
 
 
-def reference_text(header: str) -> str:
+def render_reference(header: str) -> str:
     """Return the page, with `header` as the first line."""
     sections = [f"<!-- {header} -->\n{_INTRODUCTION}"]
     for name, text, app in _PROGRAMS:
@@ -38,24 +38,24 @@ def reference_text(header: str) -> str:
 def _list_commands(name: str, program: Any) -> str:
     """Return a list of the commands with their arguments."""
     lines = []
-    for command_name, command in _leaf_commands(name, program).items():
+    for command_name, command in _iterate_leaf_commands(name, program).items():
         arguments = (parameter for parameter in command.params if parameter.param_type_name == "argument")
-        lines.append(f"- **`{' '.join([command_name, *map(_metavar, arguments)])}`**: {_escape(command.help)}")
+        lines.append(f"- **`{' '.join([command_name, *map(_format_metavar, arguments)])}`**: {_escape(command.help)}")
     return "\n".join(lines)
 
 
-def _leaf_commands(name: str, command: Any) -> dict[str, Any]:
+def _iterate_leaf_commands(name: str, command: Any) -> dict[str, Any]:
     """Return the command, or its subcommands, by name."""
     if children := getattr(command, "commands", None):
         return {
             leaf: found
             for child in children
-            for leaf, found in _leaf_commands(f"{name} {child}", children[child]).items()
+            for leaf, found in _iterate_leaf_commands(f"{name} {child}", children[child]).items()
         }
     return {name: command}
 
 
-def _metavar(parameter: Any) -> str:
+def _format_metavar(parameter: Any) -> str:
     metavar = parameter.name.upper() + ("…" if parameter.nargs == -1 else "")
     return metavar if parameter.required else f"[{metavar}]"
 

@@ -54,24 +54,24 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def to_yaml(data: Any) -> str:
+def format_yaml(data: Any) -> str:
     """Return the YAML text of JSON-like data; the same input always gives the same text."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=_YAML_COLUMNS, allow_unicode=False)
 
 
 @functools.cache
-def _crd_yaml() -> str:
-    return to_yaml(build_custom_resource_definition())
+def _render_crd() -> str:
+    return format_yaml(build_custom_resource_definition())
 
 
-def crd_text() -> str:
+def render_crd() -> str:
     """Return the text of `manifests/crd.yaml`."""
-    return f"# {_HEADER}\n{_crd_yaml()}"
+    return f"# {_HEADER}\n{_render_crd()}"
 
 
-def chart_crd_text() -> str:
+def render_chart_crd() -> str:
     """Return the chart's template of the CRD: the same text, with installation and removal controlled by values."""
-    text = _crd_yaml()
+    text = _render_crd()
     if "{{" in text:
         raise ValueError("the CRD contains '{{', which helm would read as a template; reword the description")
     name = f"  name: {build_custom_resource_definition()['metadata']['name']}\n"
@@ -88,26 +88,26 @@ def chart_crd_text() -> str:
     return f"{opening}{before}{name}{metadata}{after}{{{{- end }}}}\n"
 
 
-def fields_page() -> str:
+def render_fields_page() -> str:
     """Return `docs/job-fields.md`: tables of the spec and of the status."""
     schemas = build_object_schema()["properties"]
     sections = [
         f"<!-- {_HEADER} -->\n# Fields of a TrainingJob",
         "[Write a job](job.md) has tasks and examples.",
         "## spec",
-        _field_table(_fields(schemas["spec"])),
+        _format_field_table(_iterate_schema_fields(schemas["spec"])),
         "## status",
-        _field_table(_fields(schemas["status"])),
+        _format_field_table(_iterate_schema_fields(schemas["status"])),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _field_table(fields: Iterable[tuple[str, dict[str, Any]]]) -> str:
-    rows = ((f"`{path}`", _type_and_default(schema), schema["description"]) for path, schema in fields)
+def _format_field_table(fields: Iterable[tuple[str, dict[str, Any]]]) -> str:
+    rows = ((f"`{path}`", _format_type_and_default(schema), schema["description"]) for path, schema in fields)
     return render_table(("field", "type", "meaning"), rows)
 
 
-def _fields(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _iterate_schema_fields(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each field with its schema; an object whose fields an earlier object has refers to that one."""
     printed: dict[str, dict[str, Any]] = {}
 
@@ -129,7 +129,7 @@ def _fields(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     return walk(schema["properties"], "")
 
 
-def _type_and_default(schema: dict[str, Any]) -> str:
+def _format_type_and_default(schema: dict[str, Any]) -> str:
     """Return the type or the choices, and the default; the range of a number is in its description."""
     kind = " ".join(f"`{choice}`" for choice in schema["enum"]) if "enum" in schema else schema["type"]
     has_default = schema["type"] != "object" and "default" in schema
@@ -152,7 +152,7 @@ def install_text(root: Path, helm: str) -> str:
     # No release owns these objects, so labels by which helm would recognize its objects are removed.
     manifests = "\n".join(line for line in rendered.splitlines() if "helm.sh/chart:" not in line)
     manifests = manifests.replace("app.kubernetes.io/managed-by: Helm", "app.kubernetes.io/managed-by: kubectl")
-    return f"# {_HEADER}\n# kubectl apply --server-side -f install.yaml\n---\n{to_yaml(namespace)}{manifests}\n"
+    return f"# {_HEADER}\n# kubectl apply --server-side -f install.yaml\n---\n{format_yaml(namespace)}{manifests}\n"
 
 
 def find_helm() -> str | None:
@@ -162,7 +162,7 @@ def find_helm() -> str | None:
 
 def render_files(root: Path, helm: str | None) -> dict[Path, str]:
     """Return each generated file below `root` with its expected text; the install only with helm."""
-    files = {CRD: crd_text(), CHART_CRD: chart_crd_text(), FIELDS_PAGE: fields_page()}
+    files = {CRD: render_crd(), CHART_CRD: render_chart_crd(), FIELDS_PAGE: render_fields_page()}
     files |= {path: page.reference_text(_HEADER) for path, page in PAGES.items()}
     return files | ({INSTALL: install_text(root, helm)} if helm else {})
 

@@ -65,7 +65,7 @@ def read_projects() -> dict[str, dict[str, Any]]:
     return {project["project"]["name"]: project for project in projects}
 
 
-def third_party_requirements(requirement: str, projects: Mapping[str, dict[str, Any]]) -> set[str]:
+def find_third_party_requirements(requirement: str, projects: Mapping[str, dict[str, Any]]) -> set[str]:
     """Return a third-party requirement as it is, and those of a distribution of this repository, recursively."""
     match = re.match(rf"({DISTRIBUTION_PREFIX}[a-z]+)(?:\[([^]]*)\])?", requirement)
     if match is None:
@@ -76,10 +76,10 @@ def third_party_requirements(requirement: str, projects: Mapping[str, dict[str, 
     direct = list(project["dependencies"])
     for extra in filter(None, (match[2] or "").split(",")):
         direct += project["optional-dependencies"][extra]
-    return set().union(*(third_party_requirements(dependency, projects) for dependency in direct))
+    return set().union(*(find_third_party_requirements(dependency, projects) for dependency in direct))
 
 
-def part_requirements(part: str) -> list[str]:
+def find_part_requirements(part: str) -> list[str]:
     """Return the third-party requirements of a part."""
     projects = read_projects()
     if part == "build":
@@ -87,12 +87,12 @@ def part_requirements(part: str) -> list[str]:
             {requirement for project in projects.values() for requirement in project["build-system"]["requires"]}
         )
     if part != "dev":
-        return sorted(third_party_requirements(REQUIREMENTS[part], projects))
+        return sorted(find_third_party_requirements(REQUIREMENTS[part], projects))
     workspace = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
     requirements = set(workspace["dependency-groups"]["dev"])
     for name, project in projects.items():
         extras = project["project"].get("optional-dependencies", {}).keys() - EXTRAS_NOT_TESTED
-        requirements |= third_party_requirements(f"{name}[{','.join(extras)}]", projects)
+        requirements |= find_third_party_requirements(f"{name}[{','.join(extras)}]", projects)
     return sorted(requirements)
 
 
@@ -106,7 +106,7 @@ def resolve(requirements: list[str], pins: str) -> list[str]:
     return [normalize_name(package["metadata"]["name"]) for package in json.loads(report)["install"]]
 
 
-def installed_torch() -> dict[str, str]:
+def read_installed_torch() -> dict[str, str]:
     """Return the versions of an installed torch and of the packages that it requires in one version (CUDA, triton)."""
     try:
         requirements = importlib.metadata.requires("torch") or []
@@ -123,12 +123,12 @@ def installed_torch() -> dict[str, str]:
 def main(part: str) -> None:
     """Print the requirements of `part`; exit with a message if one of them is not pinned."""
     pinned = parse_constraints(Path("constraints.txt").read_text(encoding="utf-8"))
-    installed = installed_torch()
+    installed = read_installed_torch()
     for name in installed:
         pinned.pop(name, None)
     pins = [pin for block in pinned.values() for pin in strip_hashes(block)]
     pins += (f"{name}=={version}" for name, version in installed.items())
-    names = resolve(part_requirements(part), "\n".join(pins))
+    names = resolve(find_part_requirements(part), "\n".join(pins))
     if missing := [name for name in names if name not in pinned]:
         sys.exit(f"constraints.txt has no version and hash of {', '.join(missing)}; add them")
     sys.stdout.write("".join(f"{pinned[name]}\n" for name in sorted(names)))

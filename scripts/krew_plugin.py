@@ -29,7 +29,7 @@ import zipfile
 from pathlib import Path
 
 import yaml
-from image_requirements import normalize_name, parse_constraints, part_requirements, read_projects
+from image_requirements import find_part_requirements, normalize_name, parse_constraints, read_projects
 
 PACKAGE_FOLDERS = (Path("client/trainium_client"), Path("contract/trainium_contract"))
 COMPILED_PACKAGE = "pydantic-core"
@@ -72,7 +72,7 @@ checkpoints, goodput and bad machines, and writes a page to share or a bundle fo
 """
 
 
-def transitive_distributions(requirements: list[str]) -> list[str]:
+def find_transitive_distributions(requirements: list[str]) -> list[str]:
     """Return the names of the required distributions and of those that they require, all of which are installed."""
     names: set[str] = set()
     queue = list(requirements)
@@ -89,13 +89,13 @@ def transitive_distributions(requirements: list[str]) -> list[str]:
     return sorted(names)
 
 
-def library_files() -> dict[str, bytes]:
+def collect_library_files() -> dict[str, bytes]:
     """Return the files of `lib/` for every platform by path; raise ValueError for an unexpected compiled package."""
     files = {}
     for package in PACKAGE_FOLDERS:
         for file in package.rglob("*.py"):
             files[str(file.relative_to(package.parent))] = file.read_bytes()
-    for name in transitive_distributions(part_requirements("client")):
+    for name in find_transitive_distributions(find_part_requirements("client")):
         for entry in importlib.metadata.files(name) or ():
             path = str(entry)
             if path.endswith((".so", ".pyd")) and name not in {COMPILED_PACKAGE, *OPTIONALLY_COMPILED}:
@@ -106,7 +106,7 @@ def library_files() -> dict[str, bytes]:
     return files
 
 
-def local_extensions() -> dict[str, bytes]:
+def find_local_extensions() -> dict[str, bytes]:
     """Return the compiled files of this machine and Python."""
     entries = (entry for entry in importlib.metadata.files(COMPILED_PACKAGE) or () if str(entry).endswith(".so"))
     return {str(entry): Path(str(entry.locate())).read_bytes() for entry in entries}
@@ -133,7 +133,7 @@ def download_extensions(tag: str) -> dict[str, bytes]:
     return files
 
 
-def launcher_files() -> dict[str, bytes]:
+def build_launcher_files() -> dict[str, bytes]:
     """Return the launchers of the archive."""
     oldest, newest = SUPPORTED_PYTHONS[0], SUPPORTED_PYTHONS[-1]
     versions = {"oldest": oldest, "newest": newest}
@@ -172,7 +172,7 @@ def render_manifest(release: str, homepage: str, archives: dict[str, tuple[str, 
     return yaml.safe_dump({**head, "metadata": {"name": "trn"}, "spec": spec}, sort_keys=False, width=110)
 
 
-def current_platform() -> str:
+def find_platform() -> str:
     """Return krew's name of this machine's platform."""
     processor = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
     return f"{platform.system().lower()}-{processor}"
@@ -181,12 +181,12 @@ def current_platform() -> str:
 def build_plugin(base: str, homepage: str, out: Path, *, all_platforms: bool) -> Path:
     """Write the archives and return the path of the manifest."""
     release = read_projects()["trainium-client"]["project"]["version"]
-    common = {f"lib/{path}": content for path, content in library_files().items()}
-    common |= launcher_files() | {"LICENSE": Path("LICENSE").read_bytes()}
+    common = {f"lib/{path}": content for path, content in collect_library_files().items()}
+    common |= build_launcher_files() | {"LICENSE": Path("LICENSE").read_bytes()}
     out.mkdir(parents=True, exist_ok=True)
     archives = {}
-    for name in PIP_PLATFORMS if all_platforms else (current_platform(),):
-        compiled = download_extensions(PIP_PLATFORMS[name]) if all_platforms else local_extensions()
+    for name in PIP_PLATFORMS if all_platforms else (find_platform(),):
+        compiled = download_extensions(PIP_PLATFORMS[name]) if all_platforms else find_local_extensions()
         content = build_archive(common | {f"lib/{path}": data for path, data in compiled.items()})
         file = out / f"kubectl-trn-{release}-{name}.tar.gz"
         file.write_bytes(content)

@@ -22,36 +22,38 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def _code_spans(values: Iterable[str]) -> str:
+def _format_code_spans(values: Iterable[str]) -> str:
     return " ".join(f"`{value}`" for value in values)
 
 
 _RECOVERY_STAGES = (
-    f"parts of a recovery: {_code_spans(stage.capitalize() for stage in STAGES)} "
+    f"parts of a recovery: {_format_code_spans(stage.capitalize() for stage in STAGES)} "
     "(`Decide` is the wait for a worker); lost time has further stages ([definitions](goodput.md#lost-time))"
 )
 _LABELS = {
     "cause": "what an interruption was attributed to ([causes](causes.md))",
-    "check": f"{_code_spans(PreflightCheck)} ([checks](node-health.md#before-a-worker-joins))",
+    "check": f"{_format_code_spans(PreflightCheck)} ([checks](node-health.md#before-a-worker-joins))",
     "code": "HTTP status of the response; 0: no response",
-    "direction": _code_spans(("grow", "shrink")),
+    "direction": _format_code_spans(("grow", "shrink")),
     "error": "class of the error",
     "figure": "of a model, for instance `perplexity` or `mmlu acc` ([evaluation](evaluate.md#evaluate-at-milestones))",
     "job_namespace": "namespace of the job",
     "job_name": "name of the job",
-    "kind": _code_spans(("register", "heartbeat")),
-    "measure": f"{_code_spans(MEASURES)} ([definitions](goodput.md#definitions))",
-    "page": _code_spans((*READ, "other")),
-    "phase": f"of a job: {_code_spans(Phase)}; of `hangs_total`, what the rank was doing: {_code_spans(TrainerPhase)}",
-    "result": _code_spans(("Complete", "Failed")),
+    "kind": _format_code_spans(("register", "heartbeat")),
+    "measure": f"{_format_code_spans(MEASURES)} ([definitions](goodput.md#definitions))",
+    "page": _format_code_spans((*READ, "other")),
+    "phase": f"of a job: {_format_code_spans(Phase)}; of `hangs_total`, what the rank was doing: "
+    f"{_format_code_spans(TrainerPhase)}",
+    "result": _format_code_spans(("Complete", "Failed")),
     "role": "name of a [role](roles.md) of the job",
-    "response": f"how far the response went: {_code_spans(RecoveryResponse)}",
-    "severity": f"of what a node reports: {_code_spans(('Suspect', 'Drain', 'Fatal'))}",
-    "source": f"where a node reports it: {_code_spans(('condition', 'capacity', 'taint', 'label', 'deletion'))}",
-    "stage": f"{_RECOVERY_STAGES}; of `stage_seconds`: {_code_spans(RunStage)}",
+    "response": f"how far the response went: {_format_code_spans(RecoveryResponse)}",
+    "severity": f"of what a node reports: {_format_code_spans(('Suspect', 'Drain', 'Fatal'))}",
+    "source": f"where a node reports it: {_format_code_spans(('condition', 'capacity', 'taint', 'label', 'deletion'))}",
+    "stage": f"{_RECOVERY_STAGES}; of `stage_seconds`: {_format_code_spans(RunStage)}",
     "state": (
-        f"of workers: {_code_spans(('desired', 'member', 'training', 'spare_wanted', 'spare_ready'))}; "
-        f"of pods of a role: {_code_spans(('desired', 'ready', 'needed'))}; of machines: {_code_spans(MachineState)}"
+        f"of workers: {_format_code_spans(('desired', 'member', 'training', 'spare_wanted', 'spare_ready'))}; "
+        f"of pods of a role: {_format_code_spans(('desired', 'ready', 'needed'))}; of machines: "
+        f"{_format_code_spans(MachineState)}"
     ),
     "verb": "of Kubernetes",
 }
@@ -76,20 +78,20 @@ class _Metric:
     description: str
 
 
-def reference_text(header: str) -> str:
+def render_reference(header: str) -> str:
     """Return the page, with `header` as the first line."""
-    operator, jobs = _operator_metrics(), _named_job_metrics()
+    operator, jobs = _list_operator_metrics(), _list_named_job_metrics()
     labels = sorted({label for metric in operator + jobs for label in metric.labels})
     parts = [
         f"<!-- {header} -->\n{_INTRODUCTION}",
-        f"## Of the operator\n\nAll names start with `{PREFIX}`.\n\n{_metric_table(operator)}",
-        f"## Of single jobs\n\n{_PER_JOB_INTRODUCTION}\n\n{_metric_table(jobs)}",
+        f"## Of the operator\n\nAll names start with `{PREFIX}`.\n\n{_format_metric_table(operator)}",
+        f"## Of single jobs\n\n{_PER_JOB_INTRODUCTION}\n\n{_format_metric_table(jobs)}",
         "## Labels\n\n" + render_table(("label", "values"), ((f"`{label}`", _LABELS[label]) for label in labels)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _operator_metrics() -> list[_Metric]:
+def _list_operator_metrics() -> list[_Metric]:
     # Collected metrics have no label names before the first sample, but the metric objects have.
     collectors = Metrics().registry._collector_to_names  # noqa: SLF001
     return [
@@ -99,12 +101,12 @@ def _operator_metrics() -> list[_Metric]:
     ]
 
 
-def _named_job_metrics() -> list[_Metric]:
+def _list_named_job_metrics() -> list[_Metric]:
     families = Families(PREFIX).all
     return [_Metric(family.name, family.type, tuple(family._labelnames), family.documentation) for family in families]  # noqa: SLF001
 
 
-def _metric_table(metrics: list[_Metric]) -> str:
+def _format_metric_table(metrics: list[_Metric]) -> str:
     rows = []
     for metric in metrics:
         name = metric.name.removeprefix(PREFIX) + ("_total" if metric.kind == "counter" else "")

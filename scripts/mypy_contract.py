@@ -35,17 +35,15 @@ class ContractPlugin(Plugin):
     def get_method_signature_hook(self, fullname: str) -> Callable[[MethodSigContext], FunctionLike] | None:
         """Return the hook of `replaced` and of the methods of a status reader."""
         if fullname.endswith(".replaced"):
-            return _replaced_signature
-        return _reader_signature if fullname.startswith(_READER_PREFIX) else None
+            return _replace_signature
+        return _create_reader_signature if fullname.startswith(_READER_PREFIX) else None
 
     def get_method_hook(self, fullname: str) -> Callable[[MethodContext], Type] | None:
         """Return the hook of the methods that return a status reader."""
-        return (
-            _reader_return_type if fullname in {_READER_PREFIX + "read_part", _READER_PREFIX + "read_parts"} else None
-        )
+        return _infer_return_type if fullname in {_READER_PREFIX + "read_part", _READER_PREFIX + "read_parts"} else None
 
 
-def _replaced_signature(context: MethodSigContext) -> FunctionLike:
+def _replace_signature(context: MethodSigContext) -> FunctionLike:
     model = get_proper_type(context.type)
     if not isinstance(model, Instance) or not any(base.fullname == _BASE_MODEL for base in model.type.mro):
         return context.default_signature
@@ -55,7 +53,7 @@ def _replaced_signature(context: MethodSigContext) -> FunctionLike:
     )
 
 
-def _reader_signature(context: MethodSigContext) -> FunctionLike:
+def _create_reader_signature(context: MethodSigContext) -> FunctionLike:
     signature, fields = context.default_signature, _list_wire_fields(context.type)
     if not fields or _FIELD_ARGUMENT not in signature.arg_names:
         return signature
@@ -67,7 +65,7 @@ def _reader_signature(context: MethodSigContext) -> FunctionLike:
     return signature.copy_modified(arg_types=types)
 
 
-def _reader_return_type(context: MethodContext) -> Type:
+def _infer_return_type(context: MethodContext) -> Type:
     """Return a reader, or a tuple of readers, of the model of the requested field."""
     default = get_proper_type(context.default_return_type)
     field = get_proper_type(context.arg_types[0][0]) if context.arg_types and context.arg_types[0] else None
@@ -75,7 +73,7 @@ def _reader_return_type(context: MethodContext) -> Type:
         field = field.last_known_value
     if not isinstance(field, LiteralType) or not isinstance(default, Instance):
         return context.default_return_type
-    model = _nested_model(_list_wire_fields(context.type).get(str(field.value)))
+    model = _find_nested_model(_list_wire_fields(context.type).get(str(field.value)))
     if model is None:
         return context.default_return_type
     if default.type.fullname + "." == _READER_PREFIX:
@@ -85,15 +83,15 @@ def _reader_return_type(context: MethodContext) -> Type:
     return default.copy_modified(args=[reader.copy_modified(args=[model])])
 
 
-def _nested_model(field: Type | None) -> Instance | None:
+def _find_nested_model(field: Type | None) -> Instance | None:
     """Return the model in the type of a field: the model, an optional, or a tuple of it."""
     kind = get_proper_type(field)
     if isinstance(kind, UnionType):
-        return next((model for item in kind.items if (model := _nested_model(item)) is not None), None)
+        return next((model for item in kind.items if (model := _find_nested_model(item)) is not None), None)
     if isinstance(kind, TupleType):
         kind = kind.partial_fallback
     if isinstance(kind, Instance) and kind.type.fullname == "builtins.tuple":
-        return _nested_model(kind.args[0])
+        return _find_nested_model(kind.args[0])
     return kind if isinstance(kind, Instance) and _is_model(kind.type) else None
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from image_requirements import part_requirements
+from image_requirements import find_part_requirements
 
 OLDEST_PYTHON = "3.11"
 _UV_OPTIONS = ("--universal", "--generate-hashes", "--no-header", "--no-annotate", "--quiet")
@@ -21,7 +21,7 @@ _UV_OPTIONS = ("--universal", "--generate-hashes", "--no-header", "--no-annotate
 def main() -> int:
     """Write the file; return uv's exit code."""
     with tempfile.NamedTemporaryFile("w", suffix=".in") as file:
-        file.write("\n".join(sorted({*part_requirements("dev"), *part_requirements("build")})) + "\n")
+        file.write("\n".join(sorted({*find_part_requirements("dev"), *find_part_requirements("build")})) + "\n")
         file.flush()
         command = [os.environ.get("UV", "uv"), "pip", "compile", *_UV_OPTIONS, "--python-version", OLDEST_PYTHON]
         return subprocess.run([*command, "--output-file", "constraints.txt", file.name], check=False).returncode

@@ -164,7 +164,7 @@ class BlockingTasks:
     def _join(self, context: TaskContext) -> events.Result:
         self._hangs.reset()
         try:
-            state, port = self._rendezvous.next_rendezvous()
+            state, port = self._rendezvous.join_next()
             self._cause = state.cause if state.attempt else self._membership.cause
             return events.AttemptJoined(state, port)
         except WaitInterruptedError:
@@ -204,7 +204,7 @@ class BlockingTasks:
         return self._services.standby_manager.start(
             self._workload.request(layout, local_rank),
             local_rank=local_rank,
-            rank=layout.rank(local_rank),
+            rank=layout.compute_rank(local_rank),
             attempt=layout.attempt,
             on_exit=self._on_exit,
             on_line=self._workload.on_output(layout, local_rank),
@@ -234,7 +234,7 @@ class BlockingTasks:
                 seen_before=diagnosis.seen_before,
             )
 
-        decision = decide(self._store.state())
+        decision = decide(self._store.read_state())
         new_state = self._store.update_state(lambda state: count_unexplained(state, decide(state).state))
         should_withdraw = decision.action is RestartAction.WITHDRAW
         if should_withdraw or new_state.stopped is not None:
@@ -263,14 +263,14 @@ class BlockingTasks:
         match task:
             case actions.SimpleTask.OPEN_INQUIRY:
                 self._hangs.inquiry.open(context.attempt)
-                return self._hangs.inquiry_update()
+                return self._hangs.build_inquiry_update()
             case actions.AnswerInquiry():
                 self._unless_store_lost(lambda: self._hangs.inquiry.answer(task.state))
-                return self._hangs.inquiry_update()
+                return self._hangs.build_inquiry_update()
             case actions.SimpleTask.CONCLUDE_INQUIRY:
                 finding = self._hangs.inquiry.conclude(context.attempt)
                 if finding is None:
-                    return self._hangs.inquiry_update()
+                    return self._hangs.build_inquiry_update()
                 return self._hangs.apply_finding(finding, self._count_hang(finding, context))
             case actions.ReadFinding():
                 finding = self._unless_store_lost(lambda: self._hangs.inquiry.read_finding(context.attempt))
@@ -286,16 +286,16 @@ class BlockingTasks:
     # Ends without a failure.
 
     def _check_finished(self, attempt: int) -> events.FinishChecked:
-        all_finished = self._exit_barrier.all_finished(attempt)
+        all_finished = self._exit_barrier.have_all_finished(attempt)
         if all_finished:
             self._exit_barrier.leave()
         return events.FinishChecked(all_finished)
 
     def _continue_after_yield(self, context: TaskContext) -> GenerationState | None:
         """Start the next attempt if all ranks yielded, without a newer generation or a member that leaves the job."""
-        if not self._exit_barrier.all_entered(context.attempt):
+        if not self._exit_barrier.have_all_entered(context.attempt):
             return None
-        state = self._store.state()
+        state = self._store.read_state()
         if state.leaving or state.stopped is not None or state.superseded_by > self._membership.generation:
             return None
         return self._store.update_state(lambda current: after_yield(context.attempt, context.best_progress, current))

@@ -16,11 +16,11 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainium_agent.checks.preflight import check_results, preflight
+from trainium_agent.checks.preflight import check_results, run_preflight
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.standby import StandbyPlan, fork
 from trainium_agent.ranks.standby_manager import Standby
-from trainium_agent.settings import SettingsError, settings_from
+from trainium_agent.settings import SettingsError, parse_settings
 from trainium_agent.workload.workload import Workload
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import LogSource
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def start() -> int:
     """Run the agent with the settings of the environment; return the pod's exit code."""
     try:
-        settings = settings_from(os.environ)
+        settings = parse_settings(os.environ)
     except SettingsError as error:
         log_lines.report_exit(f"trainium-agent: {error}", source=LogSource.AGENT)
         sys.exit(ExitCode.USER_ERROR)
@@ -43,7 +43,7 @@ def start() -> int:
     kernel.adopt_orphans()
     log_lines.configure_agent_logging()
     started_at = time.monotonic()
-    findings = preflight(settings)
+    findings = run_preflight(settings)
     checked = check_results(settings, findings, time.monotonic() - started_at)
     for finding in findings:
         logging.getLogger(__name__).log(

@@ -24,7 +24,7 @@ from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, St
 from trainium_agent.linux.kernel import process_state
 from trainium_agent.shared_state.agreed_stop import AgreedStop
 from trainium_agent.shared_state.state_watcher import StateWatcher
-from trainium_agent.workload.attempt import progress_file
+from trainium_agent.workload.attempt import find_progress_file
 from trainium_contract.exit_codes import ExitCode
 from trainium_worker.save_request import request_path, request_save
 
@@ -231,7 +231,9 @@ class GenerationRunner:
             return None
         attempt = self._ranks[0].attempt
         if self._stop is None or self._stop.attempt != attempt:
-            records = [progress_file(self._settings, self._generation, process.local_rank) for process in self._ranks]
+            records = [
+                find_progress_file(self._settings, self._generation, process.local_rank) for process in self._ranks
+            ]
             timeout = self.grace_seconds / 2
             self._stop = AgreedStop(self._membership, self._node_rank, attempt, records, timeout=timeout)
             self._stop.start()

@@ -75,7 +75,7 @@ class GenerationRendezvous:
         self.attempt = initial.attempt
         """Newest attempt that was joined."""
 
-    def next_rendezvous(self) -> tuple[GenerationState, MasterPort]:
+    def join_next(self) -> tuple[GenerationState, MasterPort]:
         """Join the newest attempt, wait for all members, and return its state and the port of the ranks' store.
 
         Raises WaitInterruptedError, GenerationStoppedError, and NodeFailedPairTestError for this node.
@@ -84,7 +84,7 @@ class GenerationRendezvous:
             self._watcher.raise_if_interrupted()
             try:
                 self._connect()
-                joined = self._join(self.store.state())
+                joined = self._join(self.store.read_state())
             except StoreLostError:
                 # Node 0's pod failed or does not run yet; its return or a newer generation ends the wait.
                 self._waiting_for((0,))
@@ -119,7 +119,7 @@ class GenerationRendezvous:
             observations = self._watcher.observations
             self._watcher.raise_if_interrupted()
             self._waiting_for((0,))
-            self._watcher.next_observation(observations, pause)
+            self._watcher.wait_for_observation(observations, pause)
             pause = min(2 * pause, _MAX_BEGIN_PAUSE_SECONDS)
 
     def _join(self, state: GenerationState) -> tuple[GenerationState, MasterPort] | None:
@@ -128,12 +128,12 @@ class GenerationRendezvous:
             raise GenerationStoppedError("the generation stopped")
         self.attempt = state.attempt
         store, attempt = self.store, state.attempt
-        port_key, release_key = store.key(attempt, "port"), store.key(attempt, "go")
+        port_key, release_key = store.format_key(attempt, "port"), store.format_key(attempt, "go")
         if self._node_rank == 0:
             self._close_port()
             self._rank_port = self._reserve_port(self._membership.members[0].pod_ip)
             store.set(port_key, self._rank_port.master.encode())
-        store.set(store.key(attempt, "joined", self._node_rank))
+        store.set(store.format_key(attempt, "joined", self._node_rank))
         if not (self._gather(attempt) if self._node_rank == 0 else self._await_release(attempt)):
             return None
         pair_round = self._pair_rounds.get(store.get(release_key))
@@ -146,7 +146,7 @@ class GenerationRendezvous:
 
     def _gather(self, attempt: int) -> bool:
         """On node 0, release all agents once all have joined; return False for a newer attempt or a stop."""
-        store, release_key = self.store, self.store.key(attempt, "go")
+        store, release_key = self.store, self.store.format_key(attempt, "go")
         missing = [*range(1, len(self._membership.members))]
         next_listing = time.monotonic() + _MISSING_SECONDS
         while not store.has(release_key):
@@ -155,12 +155,12 @@ class GenerationRendezvous:
             missing = self._drop_joined(attempt, missing)
             if not missing:
                 # Only now have all members published their state of the last attempt.
-                store.set(release_key, self._find_pending_check(store.state()))
+                store.set(release_key, self._find_pending_check(store.read_state()))
                 continue  # a write has no answer: it is visible to all once it can be read
             if time.monotonic() > next_listing:
                 next_listing += _MISSING_SECONDS
                 missing = self._list_missing(attempt, missing)
-            if self._is_over(attempt, self._newest(observations, self._poll_seconds)):
+            if self._is_over(attempt, self._read_newest(observations, self._poll_seconds)):
                 return False
         if self._publisher is not None:
             self._publisher.notify()
@@ -170,21 +170,21 @@ class GenerationRendezvous:
         """On all other nodes, wait for the release; return False for a newer attempt or a stop."""
         next_listing = time.monotonic() + _MISSING_SECONDS
         observations = self._watcher.observations
-        while not self.store.has(self.store.key(attempt, "go")):
+        while not self.store.has(self.store.format_key(attempt, "go")):
             self._watcher.raise_if_interrupted()
             if time.monotonic() > next_listing:
                 next_listing += _MISSING_SECONDS
-                key = self.store.key(attempt, "missing")
+                key = self.store.format_key(attempt, "missing")
                 if self.store.has(key):  # node 0 publishes it
                     self._waiting_for(tuple(int(rank) for rank in self.store.get(key).split(",") if rank))
-            if self._is_over(attempt, self._newest(observations, _TURN_TIMEOUT_SECONDS)):
+            if self._is_over(attempt, self._read_newest(observations, _TURN_TIMEOUT_SECONDS)):
                 return False
             observations = self._watcher.observations
         return True
 
-    def _newest(self, observations: int, seconds: float) -> GenerationState:
+    def _read_newest(self, observations: int, seconds: float) -> GenerationState:
         """Return the shared state of the watcher's next observation, or the stored one if none comes in time."""
-        return self._watcher.next_observation(observations, seconds) or self.store.state()
+        return self._watcher.wait_for_observation(observations, seconds) or self.store.read_state()
 
     @staticmethod
     def _is_over(attempt: int, state: GenerationState) -> bool:
@@ -202,16 +202,16 @@ class GenerationRendezvous:
     def _await_withdrawal(self, attempt: int, bad: frozenset[int]) -> None:
         """Wait for the newer generation that replaces a bad node."""
         self._waiting_for(tuple(sorted(bad)[:_LISTED_NODES]))
-        state = self.store.state()
+        state = self.store.read_state()
         while not self._is_over(attempt, state):
             observations = self._watcher.observations
             self._watcher.raise_if_interrupted()
-            state = self._newest(observations, _TURN_TIMEOUT_SECONDS)
+            state = self._read_newest(observations, _TURN_TIMEOUT_SECONDS)
 
     def _drop_joined(self, attempt: int, missing: list[int]) -> list[int]:
         """Drop the leading node ranks that have joined from `missing`; takes one request if none has."""
         step = 1
-        while missing and self.store.has(*(self.store.key(attempt, "joined", rank) for rank in missing[:step])):
+        while missing and self.store.has(*(self.store.format_key(attempt, "joined", rank) for rank in missing[:step])):
             missing = missing[step:]
             step *= 2
         return missing
@@ -223,9 +223,9 @@ class GenerationRendezvous:
             if len(still_missing) == _LISTED_NODES:
                 still_missing += missing[index:]
                 break
-            if not self.store.has(self.store.key(attempt, "joined", rank)):
+            if not self.store.has(self.store.format_key(attempt, "joined", rank)):
                 still_missing.append(rank)
         listed = tuple(still_missing[:_LISTED_NODES])
-        self.store.set(self.store.key(attempt, "missing"), ",".join(map(str, listed)))
+        self.store.set(self.store.format_key(attempt, "missing"), ",".join(map(str, listed)))
         self._waiting_for(listed)
         return still_missing

@@ -15,7 +15,7 @@ import uuid
 from typing import Any
 
 from trainium_agent.linux import kernel
-from trainium_agent.show_ranks import newest_records
+from trainium_agent.show_ranks import select_newest_records
 from trainium_worker.progress_record import PROFILE_SIGNAL, profile_request_path, replace_text
 
 _POLL_SECONDS = 0.05
@@ -27,7 +27,7 @@ _STEP_FACTOR = 4.0
 
 def request_profile(local_rank: int, first: int, steps: int) -> dict[str, Any]:
     """Request the trace and return the rank's answer, or the problem."""
-    newest = newest_records(found_in_output=False).get(local_rank)
+    newest = select_newest_records(found_in_output=False).get(local_rank)
     if newest is None:
         return {"problem": "the rank does not run"}
     record, progress = newest

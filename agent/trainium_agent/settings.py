@@ -135,7 +135,7 @@ class AgentSettings:
         return self.memory_directory / "progress"
 
 
-def settings_from(environment: Mapping[str, str]) -> AgentSettings:
+def parse_settings(environment: Mapping[str, str]) -> AgentSettings:
     """Parse the settings of an environment.
 
     Raises SettingsError with one sentence about everything that is missing, or about the first value that is wrong.

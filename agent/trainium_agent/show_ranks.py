@@ -23,7 +23,7 @@ _FILE = re.compile(r"g(\d+)-r(\d+)(\.output)?")
 """The record that a rank writes, and the record of the steps found in its output."""
 
 
-def newest_records(*, found_in_output: bool) -> dict[int, tuple[ProgressRecord, Path]]:
+def select_newest_records(*, found_in_output: bool) -> dict[int, tuple[ProgressRecord, Path]]:
     """Return the records of the newest generation by local rank, in order; of two records the one with the higher step.
 
     `found_in_output`: include the records that the agent wrote, which have the agent's pid.
@@ -45,7 +45,7 @@ def newest_records(*, found_in_output: bool) -> dict[int, tuple[ProgressRecord, 
 
 def main() -> None:
     """Print the records in the order of the local ranks."""
-    for local_rank, (record, _) in newest_records(found_in_output=True).items():
+    for local_rank, (record, _) in select_newest_records(found_in_output=True).items():
         fields = {"localRank": local_rank, **asdict(record), "phase": record.phase.name}
         fields = {key: None if value != value else value for key, value in fields.items()}  # noqa: PLR0124 - NaN
         sys.stdout.write(json.dumps(fields) + "\n")

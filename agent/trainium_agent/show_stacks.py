@@ -10,12 +10,12 @@ import json
 import sys
 
 from trainium_agent.linux import stacks
-from trainium_agent.show_ranks import newest_records
+from trainium_agent.show_ranks import select_newest_records
 
 
 def main() -> None:
     """Print the stacks in the order of the local ranks."""
-    records = newest_records(found_in_output=False)
+    records = select_newest_records(found_in_output=False)
     answers = stacks.request_stacks({rank: (record.pid, path) for rank, (record, path) in records.items()})
     for rank, (record, _) in records.items():
         answer = answers[rank]

@@ -34,7 +34,7 @@ from trainium_agent.ranks.processes import Reaper, kill_descendants
 from trainium_agent.ranks.shared_imports import SharedImports
 from trainium_agent.ranks.standby_manager import Standby, StandbyManager
 from trainium_agent.threads import BlockingWorker, EventLoop
-from trainium_agent.workload.attempt import progress_file
+from trainium_agent.workload.attempt import find_progress_file
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.last_report import encode_last_report
@@ -76,7 +76,7 @@ class AgentSupervisor:
         self._event_loop = event_loop = EventLoop(self._fail)
         self._store = store  # serves for the life of the pod
         self._reaper = Reaper()
-        self._report = PodReport(settings, workload, lambda: event_loop.post(self._client.heartbeat_now))
+        self._report = PodReport(settings, workload, lambda: event_loop.post(self._client.send_heartbeat_now))
         self._standby_manager = StandbyManager(
             workload.ranks.plan,
             standby,
@@ -103,15 +103,15 @@ class AgentSupervisor:
             store.port,
             version("trainium-agent"),
             Callbacks(
-                heartbeat=self._report.heartbeat,
-                on_membership=self._on_membership,
+                heartbeat=self._report.build_heartbeat,
+                on_membership=self._handle_membership,
                 on_endpoints=workload.roles.update,
                 imported=self._find_imported,
                 on_imported=self._imports.add,
-                on_acknowledged=self._on_acknowledged,
+                on_acknowledged=self._handle_acknowledgement,
                 on_job_deleted=lambda: self._handle(pod.SimpleEvent.JOB_DELETED),
-                on_job_failed=self._on_job_failed,
-                on_coordinator_time=self._on_coordinator_time,
+                on_job_failed=self._handle_failed_job,
+                on_coordinator_time=self._handle_coordinator_time,
             ),
         )
         self._pod = pod.Pod(settings.check_seconds)
@@ -132,7 +132,7 @@ class AgentSupervisor:
         self._reaper.reap()
         tasks = [asyncio.create_task(self._client.run()), asyncio.create_task(self._observe())]
         for task in tasks:
-            task.add_done_callback(self._on_task_end)
+            task.add_done_callback(self._handle_task_end)
         self._kernel_log.start()
         failure = next((finding for finding in findings if finding.code is not None), None)
         if failure is None:
@@ -168,7 +168,7 @@ class AgentSupervisor:
         if code == ExitCode.YIELDING:
             text = _ASKED_TO_END if self._pod.terminating else _UNANSWERED
         if self._report.generation and code in (ExitCode.FINISHED, ExitCode.YIELDING, self._report.verdict_code):
-            text = encode_last_report(self._report.heartbeat(), text)
+            text = encode_last_report(self._report.build_heartbeat(), text)
         if text:
             log_lines.write_termination_message(text)
 
@@ -183,11 +183,11 @@ class AgentSupervisor:
 
     def _check(self) -> None:
         sentence = self._checks.run()
-        self._event_loop.post(lambda: self._on_checked(sentence))
+        self._event_loop.post(lambda: self._handle_check_result(sentence))
 
     # Events, handled in the event loop.
 
-    def _on_membership(self, membership: Membership) -> None:
+    def _handle_membership(self, membership: Membership) -> None:
         node_rank = membership.find_node_rank(self._settings.pod_uid)
         _log.info(
             "generation %d: %d members, %s, node rank %s",
@@ -206,15 +206,15 @@ class AgentSupervisor:
         is_first = self._membership is not None and self._membership.find_node_rank(self._settings.pod_uid) == 0
         return self._imports.read() if is_first else None
 
-    def _on_acknowledged(self, message: HeartbeatRequest) -> None:
+    def _handle_acknowledgement(self, message: HeartbeatRequest) -> None:
         if message.phase is WorkerPhase.FINISHED:
             self._handle(pod.FinishAcknowledged(message.generation))
 
-    def _on_job_failed(self, message: HeartbeatRequest) -> None:
+    def _handle_failed_job(self, message: HeartbeatRequest) -> None:
         if message.phase is WorkerPhase.FAILED and message.verdict:
             self._handle(pod.VerdictAcknowledged(message.generation))
 
-    def _on_coordinator_time(self, coordinator_time: float, sent_at: float, received_at: float) -> None:
+    def _handle_coordinator_time(self, coordinator_time: float, sent_at: float, received_at: float) -> None:
         if PreflightCheck.CLOCK not in self._settings.checks:
             return
         result = compare_clocks(coordinator_time, sent_at, received_at)
@@ -225,14 +225,14 @@ class AgentSupervisor:
         self._clock_passed = result.passed
         self._report.record_check(result)
 
-    def _on_checked(self, problem: str) -> None:
+    def _handle_check_result(self, problem: str) -> None:
         if problem:
             self._give_up(ExitCode.DEVICE_FAULT, problem)
             return
         self._handle(pod.SimpleEvent.NODE_CHECKED)
-        self._client.heartbeat_now()
+        self._client.send_heartbeat_now()
 
-    def _on_end(self, local: LocalGeneration) -> None:
+    def _handle_end(self, local: LocalGeneration) -> None:
         self._runner = None
         self._handle(pod.GenerationEnded(local.outcome))
 
@@ -248,7 +248,7 @@ class AgentSupervisor:
     def _grace_seconds(self) -> float:
         return self._runner.grace_seconds if self._runner is not None else self._settings.grace_seconds
 
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+    def _handle_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             _log.error("the agent failed", exc_info=task.exception())
             self._exit_with(_INTERNAL_ERROR)
@@ -318,7 +318,7 @@ class AgentSupervisor:
         self._report.start_generation(membership.generation, WorkerPhase.JOINING)
         self._report.record_generation_start(membership.cause)
         self._report.progress_files = _prepare_progress_files(self._settings, membership)
-        self._runner = GenerationRunner(self._services, membership, node_rank, self._on_end)
+        self._runner = GenerationRunner(self._services, membership, node_rank, self._handle_end)
         self._runner.start()
 
     def _leave_generation(self, order: Order, superseded_by: int) -> None:
@@ -344,7 +344,9 @@ def _prepare_progress_files(settings: AgentSettings, membership: Membership) -> 
     """Return the paths of this generation's progress records; remove those of older generations."""
     directory = settings.progress_directory
     directory.mkdir(parents=True, exist_ok=True)
-    files = tuple(progress_file(settings, membership.generation, rank) for rank in range(membership.processes_per_node))
+    files = tuple(
+        find_progress_file(settings, membership.generation, rank) for rank in range(membership.processes_per_node)
+    )
     for path in set(directory.glob("g*-r*")) - set(files):
         with contextlib.suppress(OSError):
             path.unlink()

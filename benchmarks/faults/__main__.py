@@ -35,7 +35,7 @@ def main() -> int:
     rows = _select_rows(options)
     if not options.resume:
         for row in rows:
-            _result_path(row, options).unlink(missing_ok=True)
+            _find_result_path(row, options).unlink(missing_ok=True)
     pending = [row for row in rows if not _is_complete(row, options)]
     leaks: list[str] = []
     log(f"{len(pending)} rows to run, {len(rows) - len(pending)} are complete; seed {options.seed}")
@@ -44,7 +44,7 @@ def main() -> int:
     if options.document is not None:
         write_document(options.results, options.document)
         log(f"wrote {options.document}")
-    results = [RowResult.load(path) for row in rows if (path := _result_path(row, options)).exists()]
+    results = [RowResult.load(path) for row in rows if (path := _find_result_path(row, options)).exists()]
     failed = [result.name for result in results if not result.passed and not result.skipped]
     log(f"{sum(result.passed for result in results)} rows passed; failed: {failed or 'none'}")
     for sentence in leaks:
@@ -93,19 +93,19 @@ def _select_rows(options: argparse.Namespace) -> list[Row]:
     return [row for row in rows if row.kubelet] if options.cluster == "existing" else rows
 
 
-def _result_path(row: Row, options: argparse.Namespace) -> Path:
+def _find_result_path(row: Row, options: argparse.Namespace) -> Path:
     suffix = "kubelet" if options.cluster == "existing" else "local"
     folder: Path = options.results
     return folder / f"{row.file_stem}-{suffix}.json"
 
 
-def _requested_runs(row: Row, options: argparse.Namespace) -> int:
+def _parse_requested_runs(row: Row, options: argparse.Namespace) -> int:
     return min(int(options.runs), row.runs)
 
 
-def _previous_result(row: Row, options: argparse.Namespace) -> RowResult | None:
+def _read_previous_result(row: Row, options: argparse.Namespace) -> RowResult | None:
     """Return the result of earlier runs with the same seed when resuming; else None."""
-    path = _result_path(row, options)
+    path = _find_result_path(row, options)
     if not options.resume or not path.exists():
         return None
     result = RowResult.load(path)
@@ -113,14 +113,14 @@ def _previous_result(row: Row, options: argparse.Namespace) -> RowResult | None:
 
 
 def _is_complete(row: Row, options: argparse.Namespace) -> bool:
-    previous = _previous_result(row, options)
-    return previous is not None and len(previous.runs) >= _requested_runs(row, options)
+    previous = _read_previous_result(row, options)
+    return previous is not None and len(previous.runs) >= _parse_requested_runs(row, options)
 
 
 def _run_row(env: FaultEnvironment, row: Row, options: argparse.Namespace) -> None:
     cluster = ClusterKind.KUBELETS if options.cluster == "existing" else ClusterKind.DEVCLUSTER
-    previous = _previous_result(row, options) or RowResult(row.row, cluster, options.seed)
-    requested = RequestedRuns(row.row, options.seed, range(len(previous.runs), _requested_runs(row, options)))
+    previous = _read_previous_result(row, options) or RowResult(row.row, cluster, options.seed)
+    requested = RequestedRuns(row.row, options.seed, range(len(previous.runs), _parse_requested_runs(row, options)))
     log(f"row {row.row}: {row.fault}, {len(requested.runs)} run{'s' if len(requested.runs) > 1 else ''}")
     started_at = time.monotonic()
     results: list[RunResult] = []
@@ -142,9 +142,9 @@ def _run_row(env: FaultEnvironment, row: Row, options: argparse.Namespace) -> No
         deviations=(*previous.deviations, *requested.deviations),
         skipped=skipped,
         duration_seconds=round(previous.duration_seconds + time.monotonic() - started_at, 1),
-        requested_runs=_requested_runs(row, options),
-        commits=tuple(sorted({*previous.commits, _current_commit()})),
-    ).save(_result_path(row, options))
+        requested_runs=_parse_requested_runs(row, options),
+        commits=tuple(sorted({*previous.commits, _read_commit()})),
+    ).save(_find_result_path(row, options))
 
 
 def _format_run(result: RunResult) -> str:
@@ -157,7 +157,7 @@ def _format_run(result: RunResult) -> str:
     return f"detect {detection}, recover {recovery}, lost {result.steps_lost}{note}{deviations}"
 
 
-def _current_commit() -> str:
+def _read_commit() -> str:
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 

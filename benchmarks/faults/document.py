@@ -32,10 +32,10 @@ def write_document(results: Path, path: Path) -> None:
     """Write the page from page.md and the results in a folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     previous = path.read_text() if path.exists() else ""
-    path.write_text(Template(_PAGE.read_text()).substitute(_parts(results, previous)))
+    path.write_text(Template(_PAGE.read_text()).substitute(_render_parts(results, previous)))
 
 
-def _parts(folder: Path, previous: str) -> dict[str, str]:
+def _render_parts(folder: Path, previous: str) -> dict[str, str]:
     """Return the parts of the page that depend on results and rows."""
     results = {path.stem: RowResult.load(path) for path in sorted(folder.glob("*.json"))}
     local = [(row, results.get(f"{row.file_stem}-local")) for row in ROWS]
@@ -45,12 +45,12 @@ def _parts(folder: Path, previous: str) -> dict[str, str]:
     previous_local, _, previous_kubelet = previous.partition(_KUBELETS_HEADING)
     kubelet_lines: list[str] = []
     if previous_kubelet or any(result is not None for _, result in kubelet):
-        kubelet_lines = [_KUBELETS_HEADING, *_table(kubelet, previous_kubelet, ClusterKind.KUBELETS)]
-    deviations = [line for row, result in failed for line in _deviation_list(row, result)]
+        kubelet_lines = [_KUBELETS_HEADING, *_format_table(kubelet, previous_kubelet, ClusterKind.KUBELETS)]
+    deviations = [line for row, result in failed for line in _format_deviations(row, result)]
     descriptions = [f"| {row.row} | {row.injected} | {row.expected} | {row.checked} |" for row in ROWS]
     parts = {
         "summary": [_summarize([result for _, result in measured])],
-        "local": [*_table(local, previous_local, ClusterKind.DEVCLUSTER)],
+        "local": [*_format_table(local, previous_local, ClusterKind.DEVCLUSTER)],
         "kubelets": kubelet_lines,
         "deviations": ["\n## Deviations\n", *deviations] if failed else [],
         "rows": ["| # | injected | expected | checked by |", "|---|---|---|---|", *descriptions],
@@ -58,15 +58,15 @@ def _parts(folder: Path, previous: str) -> dict[str, str]:
     return {name: "\n".join(lines) for name, lines in parts.items()}
 
 
-def _table(rows: Iterable[tuple[Row, RowResult | None]], previous: str, cluster: ClusterKind) -> Iterator[str]:
+def _format_table(rows: Iterable[tuple[Row, RowResult | None]], previous: str, cluster: ClusterKind) -> Iterator[str]:
     figures = "detect p50 / p95 / max | first new step p50 / p95 / max"
     yield f"| # | fault | where | runs | {figures} | lost | blame | seed | |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for row, result in rows:
-        yield table_line(row, result) if result is not None else _older_line(row, previous, cluster)
+        yield format_table_line(row, result) if result is not None else _find_older_line(row, previous, cluster)
 
 
-def _older_line(row: Row, previous: str, cluster: ClusterKind) -> str:
+def _find_older_line(row: Row, previous: str, cluster: ClusterKind) -> str:
     """Return the line of the previous page, with its figures or the reason why the row did not run."""
     for line in previous.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -74,10 +74,10 @@ def _older_line(row: Row, previous: str, cluster: ClusterKind) -> str:
             continue
         has_new_figures = cells[-2].isdigit() and not cells[-1].endswith(_OLDER_MARK)
         return f"{line[:-2]}{_OLDER_MARK} |" if has_new_figures else line
-    return table_line(row, None, cluster)
+    return format_table_line(row, None, cluster)
 
 
-def table_line(row: Row, result: RowResult | None, cluster: ClusterKind = ClusterKind.DEVCLUSTER) -> str:
+def format_table_line(row: Row, result: RowResult | None, cluster: ClusterKind = ClusterKind.DEVCLUSTER) -> str:
     """Return the line of a row."""
     if result is None or result.skipped:
         reason = "not run yet" if result is None else f"not run: {result.skipped}"
@@ -105,7 +105,7 @@ def _format_spread(values: Iterable[float | None]) -> str:
     return "" if spread is None else f"{spread.p50:.2f} / {spread.p95:.2f} / {spread.maximum:.2f}"
 
 
-def _deviation_list(row: Row, result: RowResult) -> Iterator[str]:
+def _format_deviations(row: Row, result: RowResult) -> Iterator[str]:
     cluster = f" ({result.cluster.value})" if result.cluster is ClusterKind.KUBELETS else ""
     yield f"**{row.row}, {row.fault}**{cluster}:\n"
     for sentence, count in Counter(map(_shorten, result.all_deviations)).most_common(6):

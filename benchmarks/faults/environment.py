@@ -122,7 +122,7 @@ class FaultEnvironment:
         """Number of members of a job; a small cluster keeps a node for a spare."""
         return 3 if self._full_size else 2
 
-    def spares(self, requested: int) -> int:
+    def count_spares(self, requested: int) -> int:
         """Return the number of spares for which the cluster has nodes."""
         return requested if self._full_size else min(requested, 1)
 
@@ -145,7 +145,7 @@ class FaultEnvironment:
             raise RowSkippedError(problems[requirement])
 
     @contextlib.contextmanager
-    def job(
+    def run_job(
         self,
         name: str,
         *changes: Mapping[str, Any],
@@ -175,22 +175,22 @@ class FaultEnvironment:
             target.remove()
             shutil.rmtree(target.folder, ignore_errors=True)
 
-    def reference(self, size: int, steps: int, batch: int = BATCH) -> dict[int, float]:
+    def compute_reference(self, size: int, steps: int, batch: int = BATCH) -> dict[int, float]:
         """Return the losses by step of an undisturbed job at this size and global batch, for at least `steps` steps.
 
         The curve is computed once for each version of the trainer's code.
         """
         name = f"reference-{size}" if batch == BATCH else f"reference-{size}-{batch}"
-        path = self.out / f"{name}-{curve_digest()}.json"
+        path = self.out / f"{name}-{hash_curve_code()}.json"
         losses = self._references.get(path.name) or _read_losses(path)
         if len(losses) < steps:
             length = _REFERENCE_STEPS if steps <= _REFERENCE_STEPS else STEPS
             self.log(f"an undisturbed run of {length} steps at size {size} as the reference curve")
             trainer = {"monitor": {"recordSamples": False}, "batch": {"globalSize": batch}}
             change = {"workers": {"replicas": size}, "trainer": trainer}
-            with self.job(name, change, step_seconds=0.0) as target:
-                target.until_step(length, 900)
-                losses = target.losses()
+            with self.run_job(name, change, step_seconds=0.0) as target:
+                target.wait_for_step(length, 900)
+                losses = target.read_losses()
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(losses))
         self._references[path.name] = losses
@@ -198,8 +198,8 @@ class FaultEnvironment:
 
     def check_curve(self, target: TargetJob, size: int, tolerance: float = 0.0, batch: int = BATCH) -> list[str]:
         """Return a sentence for each deviation of the curve and of the samples of a job."""
-        losses = target.losses()
-        reference = self.reference(size, max(losses, default=0), batch)
+        losses = target.read_losses()
+        reference = self.compute_reference(size, max(losses, default=0), batch)
         samples = read_samples(target.folder)
         recorded = max(0, max(samples, default=0) - 2)  # some ranks may not have recorded the newest steps yet
         return [*compare_losses(losses, reference, tolerance), *check_batches(samples, recorded, batch)]
@@ -218,7 +218,7 @@ class FaultEnvironment:
             "operator.log": ("logs", "-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}", "--tail=400"),
         }
         with contextlib.suppress(ApiError):
-            names = [pod["metadata"]["name"] for pod in target.pods()]
+            names = [pod["metadata"]["name"] for pod in target.list_pods()]
             commands |= {f"{pod}.log": ("logs", pod, *in_namespace, "--tail=400") for pod in names}
         for file, command in commands.items():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -240,7 +240,7 @@ class FaultEnvironment:
         cluster.request_supervisor({"op": "delete-node", "node": node})
         self.cluster.api.delete(f"/api/v1/nodes/{node}")
 
-    def cordoned(self) -> list[str]:
+    def list_cordoned(self) -> list[str]:
         """Return the cordoned nodes."""
         nodes = self.cluster.api.get("/api/v1/nodes")["items"]
         return [node["metadata"]["name"] for node in nodes if node["spec"].get("unschedulable")]
@@ -289,7 +289,7 @@ class FaultEnvironment:
         subprocess.run(command, shell=True, check=True, timeout=timeouts.scaled(60))
 
     @contextlib.contextmanager
-    def stopped_name_servers(self) -> Iterator[None]:
+    def stop_name_servers(self) -> Iterator[None]:
         """Stop all name servers of a cluster whose settings have the commands."""
         stop, resume = (self.cluster.settings.get(key, "") for key in ("dnsStop", "dnsGo"))
         try:
@@ -301,7 +301,7 @@ class FaultEnvironment:
 
     def move_operator_off(self, node: str) -> bool:
         """Move the operator off a node that is about to fail; return whether it was there."""
-        if all(pod["spec"].get("nodeName") != node for pod in self.operator.pods()):
+        if all(pod["spec"].get("nodeName") != node for pod in self.operator.list_pods()):
             return False
         with self.cluster.cordon_nodes(node):
             self.operator.kill()
@@ -321,7 +321,7 @@ def _read_losses(path: Path) -> dict[int, float]:
     return {int(step): loss for step, loss in json.loads(path.read_text()).items()}
 
 
-def curve_digest() -> str:
+def hash_curve_code() -> str:
     """Return a digest of the code that affects the loss curve."""
     package = ROOT / "trainer_image" / "trainium_trainer"
     digest = hashlib.sha256(BASE_SPEC.encode())
@@ -332,7 +332,7 @@ def curve_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def _relative_difference(loss: float, reference: float | None) -> float:
+def _compute_relative_difference(loss: float, reference: float | None) -> float:
     difference = float("inf") if reference is None else abs(loss - reference) / abs(reference)
     return difference if difference == difference else float("inf")  # noqa: PLR0124 - NaN
 
@@ -342,7 +342,7 @@ def compare_losses(losses: Mapping[int, float], reference: Mapping[int, float], 
     missing = [step for step in range(1, max(losses, default=0) + 1) if step not in losses]
     if missing:
         yield f"steps are missing in the history: {missing[:_MAX_SENTENCES]}"
-    differences = ((_relative_difference(loss, reference.get(step)), step) for step, loss in losses.items())
+    differences = ((_compute_relative_difference(loss, reference.get(step)), step) for step, loss in losses.items())
     worst, step = max(differences, default=(0.0, 0))
     if worst > tolerance:
         yield f"the curve differs from the undisturbed one: by {worst:.1e} (relative) at step {step}"

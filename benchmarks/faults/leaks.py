@@ -51,7 +51,7 @@ class ResourceGrowth:
     threads: tuple[float, float]
 
 
-def process_growth(samples: Sequence[ResourceUsage]) -> list[ResourceGrowth]:
+def measure_process_growth(samples: Sequence[ResourceUsage]) -> list[ResourceGrowth]:
     """Return the growth of each long-lived process, the longest-lived first."""
     histories: dict[tuple[int, float, str], list[tuple[float, Process]]] = defaultdict(list)
     for sample in samples:
@@ -61,10 +61,10 @@ def process_growth(samples: Sequence[ResourceUsage]) -> list[ResourceGrowth]:
         ResourceGrowth(
             role=role,
             minutes=round((history[-1][0] - history[0][0]) / 60, 1),
-            megabytes=_quarter_medians([process.megabytes for _, process in history]),
-            files=_quarter_medians([process.files for _, process in history]),
-            sockets=_quarter_medians([process.sockets for _, process in history]),
-            threads=_quarter_medians([process.threads for _, process in history]),
+            megabytes=_compute_quarter_medians([process.megabytes for _, process in history]),
+            files=_compute_quarter_medians([process.files for _, process in history]),
+            sockets=_compute_quarter_medians([process.sockets for _, process in history]),
+            threads=_compute_quarter_medians([process.threads for _, process in history]),
         )
         for (_, _, role), history in histories.items()
         if len(history) >= MIN_SAMPLES
@@ -72,14 +72,14 @@ def process_growth(samples: Sequence[ResourceUsage]) -> list[ResourceGrowth]:
     return sorted(growth, key=lambda process: -process.minutes)
 
 
-def _quarter_medians(values: Sequence[float]) -> tuple[float, float]:
+def _compute_quarter_medians(values: Sequence[float]) -> tuple[float, float]:
     quarter = len(values) // 4
     return median(values[quarter : 2 * quarter]), median(values[-quarter:])
 
 
 def find_growth(samples: Sequence[ResourceUsage]) -> Iterator[str]:
     """Yield a sentence for each process that grew; programs of Kubernetes are not checked."""
-    growth = process_growth(samples)
+    growth = measure_process_growth(samples)
     for process in growth:
         if process.role not in PROJECT_ROLES:
             continue
@@ -97,8 +97,8 @@ def find_growth(samples: Sequence[ResourceUsage]) -> Iterator[str]:
 
 def find_leftovers(before: ResourceUsage, after: ResourceUsage) -> Iterator[str]:
     """Yield a sentence for each leftover of the jobs."""
-    for role in sorted({*before.roles(), *after.roles()}):
-        first, last = before.roles().get(role, 0), after.roles().get(role, 0)
+    for role in sorted({*before.count_roles(), *after.count_roles()}):
+        first, last = before.count_roles().get(role, 0), after.count_roles().get(role, 0)
         if last > first:
             yield f"{last - first} more processes ({role}) than before the jobs"
     for kind, count in after.objects.items():
@@ -108,7 +108,7 @@ def find_leftovers(before: ResourceUsage, after: ResourceUsage) -> Iterator[str]
         yield f"{after.shared_memory - before.shared_memory} entries of /dev/shm remain"
     if after.node_files > before.node_files + MAX_GROWTH_FILES:
         yield f"{after.node_files - before.node_files} more files in the folders of the nodes"
-    for role in sorted(PROJECT_ROLES & set(before.roles()) & set(after.roles())):
+    for role in sorted(PROJECT_ROLES & set(before.count_roles()) & set(after.count_roles())):
         first, last = (
             max(process.sockets for process in usage.processes if process.role == role) for usage in (before, after)
         )
@@ -121,7 +121,7 @@ def find_job_files(samples: Sequence[ResourceUsage]) -> Iterator[str]:
     counts = [sample.job_files for sample in samples if sample.job_files]
     if len(counts) < MIN_SAMPLES:
         return
-    before, after = _quarter_medians(counts)
+    before, after = _compute_quarter_medians(counts)
     if after - before > MAX_GROWTH_FILES:
         yield f"the jobs' folders had {before:.0f} files, later {after:.0f}"
 
@@ -149,13 +149,13 @@ class LeakDetector:
         table = Table(title="Long-lived processes: second quarter and last")
         for heading in ("process", "minutes", "MB", "files", "sockets", "threads"):
             table.add_column(heading, justify="left" if heading == "process" else "right")
-        for process in process_growth(self._samples):
+        for process in measure_process_growth(self._samples):
             pairs = (process.megabytes, process.files, process.sockets, process.threads)
             table.add_row(
                 process.role, f"{process.minutes:.0f}", *(f"{first:.0f} → {last:.0f}" for first, last in pairs)
             )
         Console(width=120).print(table)
-        after = self._usage_after_deletion()
+        after = self._measure_usage_after_deletion()
         return [*find_leftovers(self._before, after), *find_growth(self._samples), *find_job_files(self._samples)]
 
     def _run(self) -> None:
@@ -163,7 +163,7 @@ class LeakDetector:
             with suppress(OSError):
                 self._samples.append(measure_usage(self._env))
 
-    def _usage_after_deletion(self) -> ResourceUsage:
+    def _measure_usage_after_deletion(self) -> ResourceUsage:
         """Return the first usage without leftovers of the jobs, or the last one before the timeout."""
         deadline = time.monotonic() + DELETION_SECONDS
         while True:

@@ -26,7 +26,7 @@ class OperatorPods:
         self._cluster = cluster
         self._api = cluster.api
 
-    def pods(self) -> list[Json]:
+    def list_pods(self) -> list[Json]:
         """Return the pods of the operator that are not terminating."""
         items = self._api.get(_PODS)["items"]
         return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
@@ -43,7 +43,7 @@ class OperatorPods:
         timeouts.until(is_scaled, f"the operator has {replicas} replicas", pause=0.2)
 
     @contextlib.contextmanager
-    def on_nodes(self, nodes: list[str], replicas: int = 2) -> Iterator[None]:
+    def run_on_nodes(self, nodes: list[str], replicas: int = 2) -> Iterator[None]:
         """Run replicas on as many of these nodes, with all agents connected; afterwards one, on its previous node."""
         previous_selector = self._api.get(_DEPLOYMENT)["spec"]["template"]["spec"].get("nodeSelector")
         rule = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -61,18 +61,18 @@ class OperatorPods:
         finally:
             place(1, previous_selector, None)
 
-    def leader_node(self) -> str:
+    def find_leader_node(self) -> str:
         """Return the node of the leader."""
-        return str(self._leader_pod()["spec"]["nodeName"])
+        return str(self._find_leader_pod()["spec"]["nodeName"])
 
-    def _leader_pod(self) -> Json:
-        leader = self.leader()
-        pods = [pod for pod in self.pods() if pod["metadata"]["name"] in leader]
+    def _find_leader_pod(self) -> Json:
+        leader = self.read_leader()
+        pods = [pod for pod in self.list_pods() if pod["metadata"]["name"] in leader]
         if not pods:
             raise TimeoutError(f"{leader or 'no replica'} leads, but has no pod")
         return pods[0]
 
-    def leader(self) -> str:
+    def read_leader(self) -> str:
         """Return the identity of the holder of the Lease."""
         path = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{RELEASE}"
         holder: str = self._api.get(path)["spec"].get("holderIdentity") or ""
@@ -95,7 +95,7 @@ class OperatorPods:
 
         def are_registered() -> bool:
             with contextlib.suppress(TimeoutError):
-                text = self._read_metrics(self._leader_pod())
+                text = self._read_metrics(self._find_leader_pod())
                 lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
                 return bool(float(lines["trainingjob_operator_agents"]) >= running)
             return False
@@ -114,6 +114,6 @@ class OperatorPods:
 
     def kill(self) -> None:
         """Delete the pods without a grace period; their Deployment creates new ones."""
-        for pod in self.pods():
+        for pod in self.list_pods():
             name = pod["metadata"]["name"]
             self._api.delete(f"{_PODS}/{name}", {"gracePeriodSeconds": 0})

@@ -115,9 +115,9 @@ class Spread:
         ordered = sorted(value for value in values if value is not None)
         if not ordered:
             return None
-        return Spread(_percentile(ordered, 0.5), _percentile(ordered, 0.95), ordered[-1])
+        return Spread(_compute_percentile(ordered, 0.5), _compute_percentile(ordered, 0.95), ordered[-1])
 
 
-def _percentile(ordered: list[float], fraction: float) -> float:
+def _compute_percentile(ordered: list[float], fraction: float) -> float:
     """Return the smallest value that at least this fraction of the values does not exceed."""
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]

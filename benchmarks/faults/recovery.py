@@ -66,11 +66,11 @@ class Run:
 
     def choose_member(self) -> Json:
         """Choose a member, and wait for a random moment."""
-        member = self.rng.choice(self.target.members())
+        member = self.rng.choice(self.target.list_members())
         time.sleep(self.rng.uniform(0.0, 0.5))
         return member
 
-    def snapshot(self) -> JobSnapshot:
+    def record_state(self) -> JobSnapshot:
         """Record the state of the job."""
         return measured.take_snapshot(self.target)
 
@@ -98,7 +98,7 @@ class Run:
         self.result.note = note or " and ".join(str(victim["podName"]) for victim in victims)
 
     @contextlib.contextmanager
-    def replaced_node(self, member: Json, *, keep_operator: bool = False) -> Iterator[str]:
+    def move_operator_off_node(self, member: Json, *, keep_operator: bool = False) -> Iterator[str]:
         """Move the operator off the node of a member, which the block makes faulty; replace the node afterwards."""
         node: str = member["nodeName"]
         if not keep_operator and self.env.move_operator_off(node):
@@ -124,7 +124,7 @@ class Run:
             joined = recovery.pods_joined
             self.expect(joined == expected.pods_joined, f"{joined} pods joined, expected {expected.pods_joined}")
         if expected.pods_joined == 0:
-            self.expect(self.target.uids() == before.pod_uids, "pods were replaced, all should have been kept")
+            self.expect(self.target.list_uids() == before.pod_uids, "pods were replaced, all should have been kept")
 
     def _check_blame(
         self, recovery: Recovery, before: JobSnapshot, expected: ExpectedRecovery, victims: tuple[Json, ...]
@@ -135,7 +135,7 @@ class Run:
             self._check_entry("last", recovery.entries[-1], victims, **expected.last)
         if expected.suspects is not None:
             suspected = {str(victim["nodeName"]) for victim in victims} if expected.suspects == "victim" else set()
-            failures = self.target.status().get("failures") or []
+            failures = self.target.read_status().get("failures") or []
             # Times of failures are from the operator's clock, some in whole seconds.
             nodes = {record.get("node", "") for record in failures if record["at"] >= before.taken_at - 1} - {""}
             self.expect(nodes == suspected, f"suspected nodes are {_join(nodes)}, expected {_join(suspected)}")

@@ -80,7 +80,7 @@ class ResourceUsage:
     objects: dict[str, int] = field(default_factory=dict)
     """Objects in the namespace of the jobs, by kind; empty while there is no API server."""
 
-    def roles(self) -> dict[str, int]:
+    def count_roles(self) -> dict[str, int]:
         """Return the number of processes by role."""
         return dict(sorted(Counter(process.role for process in self.processes).items()))
 
@@ -91,7 +91,7 @@ def measure_usage(env: FaultEnvironment) -> ResourceUsage:
     assert cluster is not None
     return ResourceUsage(
         measured_at=time.time(),
-        processes=tuple(_processes(f"{MARKER}={cluster.paths.root}/".encode())),
+        processes=tuple(_list_processes(f"{MARKER}={cluster.paths.root}/".encode())),
         shared_memory=_count_shared_memory(_SHARED_MEMORY),
         node_files=_count_files(cluster.paths.root / "nodes"),
         job_files=_count_files(env.cluster.shared / NAMESPACE),
@@ -99,7 +99,7 @@ def measure_usage(env: FaultEnvironment) -> ResourceUsage:
     )
 
 
-def _processes(marker: bytes) -> list[Process]:
+def _list_processes(marker: bytes) -> list[Process]:
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     processes = []
     for process in psutil.process_iter():
@@ -114,7 +114,7 @@ def _processes(marker: bytes) -> list[Process]:
                     Process(
                         pid=process.pid,
                         started_at=process.create_time(),
-                        role=role_of(process.cmdline()),
+                        role=find_role(process.cmdline()),
                         megabytes=round(process.memory_info().rss / 1e6, 1),
                         files=files,
                         sockets=sockets,
@@ -124,7 +124,7 @@ def _processes(marker: bytes) -> list[Process]:
     return processes
 
 
-def role_of(command: list[str]) -> str:
+def find_role(command: list[str]) -> str:
     """Return the role of a process: its program, or the module or script of a Python process."""
     arguments = [argument for argument in command if argument]
     if not arguments:

@@ -49,7 +49,7 @@ class RequestedRuns:
     deviations: list[str] = field(default_factory=list)
     """Deviations of the whole row."""
 
-    def random(self, run: int) -> random.Random:
+    def create_random(self, run: int) -> random.Random:
         """Return the random generator of a run."""
         return random.Random(f"{self.seed}/{self.name}/{run}")
 
@@ -118,19 +118,19 @@ class Row:
         with context(env):
             yield from self._run_in_one_job(env, requested)
 
-    def _job(self, env: FaultEnvironment) -> AbstractContextManager[TargetJob]:
-        spares = {"workers": {"spares": env.spares(self.spares)}}
-        return env.job(f"row{self.row}", spares, self.spec, environment=dict(self.variables))
+    def _run_job(self, env: FaultEnvironment) -> AbstractContextManager[TargetJob]:
+        spares = {"workers": {"spares": env.count_spares(self.spares)}}
+        return env.run_job(f"row{self.row}", spares, self.spec, environment=dict(self.variables))
 
     def _run_once(self, env: FaultEnvironment, target: TargetJob, requested: RequestedRuns, number: int) -> RunResult:
-        run = Run(env, target, requested.random(number), self.recovery, RunResult(number))
+        run = Run(env, target, requested.create_random(number), self.recovery, RunResult(number))
         INJECTIONS[self.inject](run, **self.arguments)
         return run.result
 
     def _run_in_separate_job(self, env: FaultEnvironment, requested: RequestedRuns, run: int) -> RunResult:
         try:
             env.clear_quarantine()
-            with self._job(env) as target:
+            with self._run_job(env) as target:
                 try:
                     if self.starts_training:
                         target.wait_until_stable(3, _START_SECONDS)
@@ -152,14 +152,14 @@ class Row:
                 return
             jobs_without_success += 1
             env.clear_quarantine()
-            with self._job(env) as target:
+            with self._run_job(env) as target:
                 try:
                     target.wait_until_stable(3, _START_SECONDS)
                 except EXPECTED_ERRORS as error:
                     env.save_diagnostics(target, f"{requested.name}-{pending[0]}-before")
                     yield RunResult(run=pending.popleft(), deviations=(f"before the fault: {error}",))
                     continue
-                while pending and target.newest_step() < STEPS - _MIN_REMAINING_STEPS:
+                while pending and target.read_newest_step() < STEPS - _MIN_REMAINING_STEPS:
                     run = pending.popleft()
                     try:
                         target.clear_failures()

@@ -46,11 +46,11 @@ class TargetJob(Job):
     def observe(self) -> None:
         """Read nothing: a poll that reads all records of a long job would delay its steps."""
 
-    def records(self) -> dict[int, Json]:
+    def read_records(self) -> dict[int, Json]:
         """Return the lines of metrics.jsonl by step."""
         return read_steps(self.log.path)
 
-    def committed_steps(self) -> list[int]:
+    def list_committed_steps(self) -> list[int]:
         """Return the steps of the committed checkpoints, oldest first."""
         return sorted(int(path.parent.name.split("-")[1]) for path in self.folder.glob("step-*/COMMITTED"))
 
@@ -68,8 +68,8 @@ class TargetJob(Job):
                 and status["membership"]["size"] == status.get("desired")
             )
 
-        self.until("stable training with a ready spare", is_stable, seconds)
-        self.until_step(self.newest_step() + steps, seconds)
+        self.wait_until("stable training with a ready spare", is_stable, seconds)
+        self.wait_for_step(self.read_newest_step() + steps, seconds)
 
     def run_shell(self, pod: str, script: str) -> str:
         """Run a shell script in a worker."""
@@ -118,7 +118,7 @@ class TargetJob(Job):
         self.wait_for("a status without failures", self._try_clear_failures, 30)
 
     def _try_clear_failures(self) -> bool:
-        job = self.object()
+        job = self.read_object()
         internal = json.loads(job["status"].get(INTERNAL_KEY, "{}"))
         if not internal.pop("failures", None):
             return True
@@ -131,7 +131,7 @@ class TargetJob(Job):
     def remove(self) -> None:
         """Delete the job and wait until its pods are deleted."""
         self.cluster.api.delete(self.path, {"propagationPolicy": "Background"})
-        for pod in self.pods():
+        for pod in self.list_pods():
             self.delete_pod(pod["metadata"]["name"], force=True)
-        self.wait_for("deletion of its pods", lambda: not self.pods(), 60)
+        self.wait_for("deletion of its pods", lambda: not self.list_pods(), 60)
         shutil.rmtree(self.commands, ignore_errors=True)

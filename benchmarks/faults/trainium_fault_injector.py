@@ -48,7 +48,7 @@ def main(argv: list[str]) -> Any:
     return cli.main(argv)
 
 
-def next_command(step: int) -> dict[str, Any] | None:
+def take_next_command(step: int) -> dict[str, Any] | None:
     """Return the command for this process at this step, and remove it unless it is sticky."""
     for name in (f"do-{POD}", "do-all"):
         path = FOLDER / name
@@ -107,7 +107,7 @@ def _is_mute() -> bool:
 
 
 def _execute_command(backend: NativeBackend) -> None:
-    command = next_command(int(backend.state.step) + 1)
+    command = take_next_command(int(backend.state.step) + 1)
     if command is not None:
         sys.stderr.write(f"fault injector: {command}\n")
         _FAULTS[command["fault"]](backend, command)
@@ -127,7 +127,7 @@ def _exhaust_memory(_: NativeBackend, __: dict[str, Any]) -> None:
     torch.empty(1 << 50)
 
 
-def _segfault_in_collective(_: NativeBackend, __: dict[str, Any]) -> None:
+def _crash_in_collective(_: NativeBackend, __: dict[str, Any]) -> None:
     def read_null() -> None:
         time.sleep(STEP_SECONDS + 0.005)  # by then the main thread is in the next collective
         ctypes.string_at(0)
@@ -142,7 +142,7 @@ def _exit(_: NativeBackend, command: dict[str, Any]) -> None:
 _FAULTS: dict[str, Callable[[NativeBackend, dict[str, Any]], None]] = {
     "nan": _set_loss_to_nan,
     "oom": _exhaust_memory,
-    "segv": _segfault_in_collective,
+    "segv": _crash_in_collective,
     "exit": _exit,
     "mute": _mute,
 }

@@ -119,8 +119,8 @@ class JobState:
             else:
                 membership = Membership.model_validate_json(body)
             parsed = membership.generation, frozenset(member.pod_uid for member in membership.members)
-            _cache(self._parsed, body, parsed)
-            _cache(self._memberships, membership.generation, membership)
+            _cache_value(self._parsed, body, parsed)
+            _cache_value(self._memberships, membership.generation, membership)
         return parsed
 
     def count_error(self, kind: str) -> None:
@@ -213,7 +213,7 @@ class Agent:
                 self.shared.latencies.append(time.monotonic() - unacknowledged.pop(0))
                 self._full_heartbeat_seconds = json.loads(payload)["fullHeartbeatSeconds"]
             elif kind == FrameKind.REGISTERED:
-                self._on_registered(payload)
+                self._handle_registration(payload)
                 registration.set_result(None)
             elif kind == FrameKind.ERROR:
                 status = json.loads(payload)["status"]
@@ -244,7 +244,7 @@ class Agent:
         last_at, jitter = 0.0, 1.0
         while not stream.closed.done():
             if not self.silent:
-                now, message = time.monotonic(), self._heartbeat()
+                now, message = time.monotonic(), self._encode_heartbeat()
                 must_send = must_send_now(last, message)
                 if must_send or now - last_at >= self._full_heartbeat_seconds * jitter:
                     unacknowledged.append(now)
@@ -252,7 +252,7 @@ class Agent:
                     stream.send(FrameKind.HEARTBEAT, _encode(message))
                 else:
                     stream.send(FrameKind.KEEPALIVE, encode_keepalive(message))
-            await self._until_next_heartbeat()
+            await self._wait_for_next_heartbeat()
 
     def _register_request(self) -> RegisterRequest:
         pod = self.pod
@@ -267,7 +267,7 @@ class Agent:
             agent_version="bench",
         )
 
-    def _on_registered(self, body: bytes) -> None:
+    def _handle_registration(self, body: bytes) -> None:
         response = json.loads(body)
         self.registered = True
         self.shared.registered_at[self.pod.uid] = time.monotonic()
@@ -276,7 +276,7 @@ class Agent:
             self._apply_membership(json.dumps(response["membership"]).encode())
         self.on_change()
 
-    async def _until_next_heartbeat(self) -> None:
+    async def _wait_for_next_heartbeat(self) -> None:
         now = time.monotonic()
         self._next_heartbeat_at = max(self._next_heartbeat_at + self._heartbeat_seconds * random.uniform(0.9, 1.1), now)
         self._changed.clear()
@@ -287,7 +287,7 @@ class Agent:
             if self.member:
                 self.phase = WorkerPhase.TRAINING
 
-    def _heartbeat(self) -> HeartbeatRequest:
+    def _encode_heartbeat(self) -> HeartbeatRequest:
         pod, step = self.pod, self.shared.step
         progress = None
         if self.member and self.phase is WorkerPhase.TRAINING:
@@ -335,7 +335,7 @@ def _encode(message: MessageModel) -> bytes:
     return message.model_dump_json(by_alias=True, exclude_none=True).encode()
 
 
-def _cache(cache: dict[K, V], key: K, value: V) -> None:
+def _cache_value(cache: dict[K, V], key: K, value: V) -> None:
     cache[key] = value
     if len(cache) > _CACHE_SIZE:
         del cache[next(iter(cache))]

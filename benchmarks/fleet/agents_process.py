@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from benchmarks.fleet.agent import Agent, Endpoint, JobState, Pod
-from benchmarks.fleet.kube import PodWatch, admin_client
+from benchmarks.fleet.kube import PodWatch, create_admin_client
 from trainium_contract.api_server.errors import ApiError
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, TOKEN_AUDIENCE
@@ -59,7 +59,7 @@ class Agents:
     async def run(self) -> None:
         """Follow the job's pods until cancelled."""
         selector = f"{LABEL_ROLE}={ROLE_WORKER},{LABEL_JOB}={self._job}"
-        async with PodWatch(self._kube, selector, on_change=self._pod_changed) as watch:
+        async with PodWatch(self._kube, selector, on_change=self._handle_pod) as watch:
             self._watch.set_result(watch)
             await asyncio.Event().wait()
 
@@ -86,7 +86,7 @@ class Agents:
             case "latency":
                 return pop_latencies(self._shared)
             case "state":
-                return self._state()
+                return self._summarize_state()
             case other:
                 raise ValueError(f"no command {other!r}")
         return {}
@@ -97,9 +97,9 @@ class Agents:
         watch = await self._watch
         self._started = True
         for name, pod_state in list(watch.pods.items()):
-            self._pod_changed(name, pod_state, False)
+            self._handle_pod(name, pod_state, False)
 
-    def _pod_changed(self, name: str, pod_state: PodState, deleted: bool) -> None:
+    def _handle_pod(self, name: str, pod_state: PodState, deleted: bool) -> None:
         if not self._started:
             return
         running = pod_state.running_at is not None and not pod_state.failed and not deleted
@@ -117,7 +117,7 @@ class Agents:
 
     async def _run_agent(self, name: str, pod_state: PodState) -> None:
         assert self._context is not None
-        token = await self._token(name, pod_state.uid)
+        token = await self._fetch_token(name, pod_state.uid)
         pod = Pod(
             namespace="default",
             job=self._job,
@@ -132,7 +132,7 @@ class Agents:
         self._agents[name] = agent
         await agent.run()
 
-    async def _token(self, name: str, uid: str) -> str:
+    async def _fetch_token(self, name: str, uid: str) -> str:
         bound = {"kind": "Pod", "apiVersion": "v1", "name": name, "uid": uid}
         body = {
             "apiVersion": "authentication.k8s.io/v1",
@@ -178,7 +178,7 @@ class Agents:
         await self._wait_until(lambda: len(registered_at) >= int(command["count"]), command)
         return {"first": min(registered_at.values()), "last": max(registered_at.values())}
 
-    def _state(self) -> Command:
+    def _summarize_state(self) -> Command:
         return {
             "agents": len(self._agents),
             "registered": self._count(lambda agent: agent.registered),
@@ -297,7 +297,7 @@ class AgentsProcess:
 
 async def _serve(options: Command) -> None:
     cluster = Cluster.connect(options["cluster"])
-    async with admin_client(cluster) as kube:
+    async with create_admin_client(cluster) as kube:
         addresses = [(ip, int(port)) for ip, port in options["addresses"]]
         agents = Agents(kube, options["job"], addresses, options["name"])
         pod_watch = asyncio.create_task(agents.run())

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.fleet.agents_process import AgentsProcess
 from benchmarks.fleet.figures import Report
-from benchmarks.fleet.job import JOBS, NAME, read_status, training_job, wait_for_status
-from benchmarks.fleet.kube import PodWatch, admin_client, delete
+from benchmarks.fleet.job import JOBS, NAME, build_training_job, read_status, wait_for_status
+from benchmarks.fleet.kube import PodWatch, create_admin_client, delete
 from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
 from benchmarks.fleet.scenario import log, start_cluster
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.ports import reserve_port
-from trainium_devcluster.processes.process_tree import tree_of
+from trainium_devcluster.processes.process_tree import list_tree
 
 if TYPE_CHECKING:
     from benchmarks.fleet.operator_process import OperatorProcess
@@ -59,15 +59,15 @@ class CoordinatorRun:
             AgentsProcess(self._cluster, NAME, addresses=addresses, name=SERVER_NAME) as agents,
         ):
             await agents.request("state")
-            await self._kube.create(JOBS, training_job(self._count, spares=1))
+            await self._kube.create(JOBS, build_training_job(self._count, spares=1))
             await watch.wait_until_running(self._count + 1, TIMEOUT_SECONDS)
             _lower_priority(self._cluster)
             _raise_priority(leader.pid, standby.pid, agents.pid)
-            started_at, cpu = time.monotonic(), leader.cpu_seconds()
+            started_at, cpu = time.monotonic(), leader.read_cpu_seconds()
             await agents.request("start")
             await agents.request("wait_for_membership", generation=1, count=self._count, seconds=TIMEOUT_SECONDS)
             self._report.add("all agents connect, register and join", self._count, "s", time.monotonic() - started_at)
-            self._report.add("operator CPU for that", self._count, "s", leader.cpu_seconds() - cpu)
+            self._report.add("operator CPU for that", self._count, "s", leader.read_cpu_seconds() - cpu)
             await self._wait_until_complete()
             await self._measure_heartbeats(leader, agents, seconds)
             await self._measure_membership_change(agents, watch)
@@ -84,17 +84,19 @@ class CoordinatorRun:
         """Measure heartbeats of an undisturbed job."""
         await asyncio.sleep(5.0)
         await agents.request("freeze_gc")
-        cpu, started_at = leader.cpu_seconds(), time.monotonic()
+        cpu, started_at = leader.read_cpu_seconds(), time.monotonic()
         await asyncio.sleep(seconds)
         duration = time.monotonic() - started_at
-        cores = (leader.cpu_seconds() - cpu) / duration
+        cores = (leader.read_cpu_seconds() - cpu) / duration
         latency = await agents.request("latency")
         log(f"{latency['count'] / duration:.0f} heartbeats a second; errors: {latency['errors']}")
         self._report.add("heartbeats in full a second", self._count, "count", latency["count"] / duration)
         self._report.add("heartbeat latency, median", self._count, "ms", latency["p50"] * 1000)
         self._report.add("heartbeat latency, p99", self._count, "ms", latency["p99"] * 1000, goal=20.0)
         self._report.add("operator processor use", self._count, "cores", cores, goal=0.25)
-        self._report.add("operator memory, all agents connected", self._count, "MiB", leader.resident_mib(), goal=120.0)
+        self._report.add(
+            "operator memory, all agents connected", self._count, "MiB", leader.read_resident_mib(), goal=120.0
+        )
 
     async def _measure_membership_change(self, agents: AgentsProcess, watch: PodWatch) -> None:
         """Fail a member; measure from the first agent that receives the new membership to the last."""
@@ -135,9 +137,9 @@ class CoordinatorRun:
 async def measure(options: argparse.Namespace, report: Report, folder: Path) -> None:
     """Measure on a new cluster."""
     with start_cluster(options.agents + 4, options.agents) as cluster:
-        async with admin_client(cluster) as kube:
-            supervisor = cluster.status()["supervisor"]["pid"]
-            _raise_priority(os.getpid(), *tree_of([supervisor]))
+        async with create_admin_client(cluster) as kube:
+            supervisor = cluster.read_status()["supervisor"]["pid"]
+            _raise_priority(os.getpid(), *list_tree([supervisor]))
             chart = ChartInstallation(cluster, folder)
             await chart.install(kube)
             seconds = 15.0 if options.quick else 60.0
@@ -160,7 +162,7 @@ def _raise_priority(*pids: int, level: int = -10) -> None:
 
 def _lower_priority(cluster: Cluster) -> None:
     """Lower the priority of control plane and fake nodes, for their whole life."""
-    for pid in tree_of([cluster.status()["supervisor"]["pid"]])[1:]:
+    for pid in list_tree([cluster.read_status()["supervisor"]["pid"]])[1:]:
         with contextlib.suppress(OSError):  # the process has ended
             # A priority belongs to a thread; threads that start later inherit it.
             for thread in Path(f"/proc/{pid}/task").iterdir():

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.fleet.floor import fail_pods
-from benchmarks.fleet.job import JOBS, NAME, SPARES, read_status, recorded_membership, wait_for_status
+from benchmarks.fleet.job import JOBS, NAME, SPARES, read_recorded_membership, read_status, wait_for_status
 from trainium_devcluster.node.api.client import MERGE_PATCH
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ class FaultRound:
         """Measure the cost of an undisturbed job."""
         seconds = self.plan.steady_seconds
         await self.agents.request("freeze_gc")
-        before, cpu, started_at = await self._count_writes(), self.operator.cpu_seconds(), time.monotonic()
+        before, cpu, started_at = await self._count_writes(), self.operator.read_cpu_seconds(), time.monotonic()
         await asyncio.sleep(seconds)
         duration = time.monotonic() - started_at
-        cores = (self.operator.cpu_seconds() - cpu) / duration
+        cores = (self.operator.read_cpu_seconds() - cpu) / duration
         writes = await self._count_writes() - before
         latency = await self.agents.request("latency")
         n = self._nodes
@@ -61,22 +61,22 @@ class FaultRound:
 
     async def _count_writes(self) -> float:
         """Count the writes of the operator: all requests except reads."""
-        requests = await self.operator.requests()
+        requests = await self.operator.count_requests()
         return sum(count for verb, count in requests.items() if verb not in ("GET", "WATCH", "LIST"))
 
     async def measure_faults(self) -> None:
         """Inject each fault several times, each into a complete job."""
         n = self._nodes
         for _ in range(self.plan.faults):
-            pod = await self._member()
+            pod = await self._choose_member()
             await self._measure_fault("one pod fails", partial(self._fail_pod, pod), goal=0.3 if n == 128 else None)
             await self._crash()
-            pod = await self._member()
+            pod = await self._choose_member()
             # The cache of nodes may be stale, so two seconds without a heartbeat must confirm the fault.
             await self._measure_fault("node deleted", partial(self._delete_node, pod), goal=3.0)
-            pod = await self._member()
+            pod = await self._choose_member()
             await self._measure_fault("node marked bad", partial(self._mark_unhealthy, pod), goal=1.0)
-            pod = await self._member()
+            pod = await self._choose_member()
             await self._measure_fault("node silent", partial(self._silence_node, pod), goal=8.0)
 
     async def _measure_fault(self, name: str, fault: Callable[[], Awaitable[None]], *, goal: float | None) -> None:
@@ -84,7 +84,7 @@ class FaultRound:
         n = self._nodes
         await self._wait_until_complete()
         generation = (await read_status(self.kube))["membership"]["generation"]
-        writes, created, cpu = await self._count_writes(), self.watch.created, self.operator.cpu_seconds()
+        writes, created, cpu = await self._count_writes(), self.watch.created, self.operator.read_cpu_seconds()
         started_at = time.monotonic()
         await fault()
         received = await self.agents.request(
@@ -95,7 +95,7 @@ class FaultRound:
         self.report.add(f"{name}: until all workers and spares are back", n, "s", time.monotonic() - started_at)
         self.report.add(f"{name}: pods recreated", n, "count", float(self.watch.created - created), goal=1.0)
         self.report.add(f"{name}: API writes of the operator", n, "count", await self._count_writes() - writes)
-        self.report.add(f"{name}: operator CPU", n, "s", self.operator.cpu_seconds() - cpu)
+        self.report.add(f"{name}: operator CPU", n, "s", self.operator.read_cpu_seconds() - cpu)
 
     async def _crash(self) -> None:
         """Kill a process: the agents restart in place, and no pod changes."""
@@ -113,7 +113,7 @@ class FaultRound:
     async def _restart_in_place(self) -> None:
         """Crash a process and wait until the status counts the restart."""
         before = (await read_status(self.kube)).get("restarts", {}).get("total", 0)
-        await self.agents.request("crash", pod=await self._member())
+        await self.agents.request("crash", pod=await self._choose_member())
         await self._wait_for_status(
             lambda status: status.get("restarts", {}).get("total", 0) > before, "the restart is counted"
         )
@@ -133,9 +133,9 @@ class FaultRound:
         await self.agents.request("silence", pod=pod)
         await asyncio.to_thread(self._fleet.stop_kubelet, self.watch.pods[pod].node)
 
-    async def _member(self) -> str:
+    async def _choose_member(self) -> str:
         """Return a member of the current generation."""
-        members = (await recorded_membership(self.kube)).members
+        members = (await read_recorded_membership(self.kube)).members
         return members[len(members) // 2].pod_name
 
     async def _wait_for_status(self, condition: Callable[[Json], bool], what: str) -> None:
@@ -157,7 +157,7 @@ class FaultRound:
         try:
             await self._wait_for_status(is_complete, "all workers and spares are back")
         except TimeoutError as error:
-            members = {member.pod_uid for member in (await recorded_membership(self.kube)).members}
+            members = {member.pod_uid for member in (await read_recorded_membership(self.kube)).members}
             spares = [f"{name}: {pod}" for name, pod in self.watch.pods.items() if pod.uid not in members]
             raise TimeoutError(f"{error}; pods that are not members: {'; '.join(spares)}") from error
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.fleet.kube import PodWatch, delete
-from trainium_devcluster.fleet.fake_nodes import timestamp
+from trainium_devcluster.fleet.fake_nodes import format_now
 from trainium_devcluster.node.api.client import MERGE_PATCH
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ async def measure_floor(kube: Api, manifests: Sequence[Json], *, restart: bool, 
         if restart:
             async with PodWatch(kube, f"{_LABEL}=second") as second:
                 restarted_at = time.monotonic()
-                await fail_pods(kube, [_in_wave(manifest, "first")["metadata"]["name"] for manifest in manifests])
+                await fail_pods(
+                    kube, [_rename_for_wave(manifest, "first")["metadata"]["name"] for manifest in manifests]
+                )
                 await _delete(kube, manifests, "first")
                 await _create(kube, manifests, "second")
                 restart_seconds = (await second.wait_until_running(len(manifests), seconds))[1] - restarted_at
@@ -71,7 +73,7 @@ async def _run_concurrently(calls: Iterable[Callable[[], Awaitable[object]]]) ->
 
 async def fail_pods(kube: Api, names: Iterable[str]) -> None:
     """Write the status that kubelets write after the agents of these pods were killed."""
-    terminated = {"exitCode": 137, "reason": "Error", "message": "killed", "finishedAt": timestamp()}
+    terminated = {"exitCode": 137, "reason": "Error", "message": "killed", "finishedAt": format_now()}
     worker = {"name": "worker", "image": "", "imageID": "", "ready": False, "restartCount": 0}
     status = {"phase": "Failed", "containerStatuses": [worker | {"state": {"terminated": terminated}}]}
     await _run_concurrently(
@@ -80,23 +82,23 @@ async def fail_pods(kube: Api, names: Iterable[str]) -> None:
 
 
 async def _create(kube: Api, manifests: Sequence[Json], wave: str) -> None:
-    await _run_concurrently(partial(kube.create, _PODS, _in_wave(manifest, wave)) for manifest in manifests)
+    await _run_concurrently(partial(kube.create, _PODS, _rename_for_wave(manifest, wave)) for manifest in manifests)
 
 
 async def _delete(kube: Api, manifests: Sequence[Json], wave: str) -> None:
-    paths = [f"{_PODS}/{_in_wave(manifest, wave)['metadata']['name']}" for manifest in manifests]
+    paths = [f"{_PODS}/{_rename_for_wave(manifest, wave)['metadata']['name']}" for manifest in manifests]
     await _run_concurrently(partial(delete, kube, path) for path in paths)
 
 
-def _in_wave(manifest: Json, wave: str) -> Json:
+def _rename_for_wave(manifest: Json, wave: str) -> Json:
     """Return the pod with another name and label, without an owner."""
     metadata = manifest["metadata"]
     fields = {key: value for key, value in metadata.items() if key != "ownerReferences"}
     metadata = {**fields, "name": f"{metadata['name']}-{wave}", "labels": {_LABEL: wave}}
-    return {**manifest, "metadata": metadata, "spec": _with_affinity_to(manifest["spec"], wave)}
+    return {**manifest, "metadata": metadata, "spec": _set_affinity(manifest["spec"], wave)}
 
 
-def _with_affinity_to(spec: Json, wave: str) -> Json:
+def _set_affinity(spec: Json, wave: str) -> Json:
     """Return the spec with its pod affinity to this wave, so that the scheduler has the same work."""
     affinity = copy.deepcopy(spec.get("affinity") or {})
     for terms in (affinity.get("podAffinity") or {}).values():

@@ -27,7 +27,7 @@ INSTANCE = "trn1.32xlarge"
 CORES = 32
 
 
-def training_job(replicas: int, *, spares: int, sizes: Sequence[int] = ()) -> Json:
+def build_training_job(replicas: int, *, spares: int, sizes: Sequence[int] = ()) -> Json:
     """Build a job of `replicas` nodes whose global batch is also divisible at each of `sizes`."""
     batch = math.lcm(replicas, *sizes)
     return {
@@ -48,7 +48,7 @@ def training_job(replicas: int, *, spares: int, sizes: Sequence[int] = ()) -> Js
     }
 
 
-def worker_manifests(job: Json, count: int, layers: Iterable[str]) -> list[Json]:
+def build_worker_manifests(job: Json, count: int, layers: Iterable[str]) -> list[Json]:
     """Build the pods that the operator creates on nodes with these network topology labels, for the floor."""
     metadata = job["metadata"]
     view = JobView(
@@ -77,7 +77,7 @@ def worker_manifests(job: Json, count: int, layers: Iterable[str]) -> list[Json]
     return pods
 
 
-async def recorded_membership(kube: Api) -> Membership:
+async def read_recorded_membership(kube: Api) -> Membership:
     """Return the recorded membership of the job."""
     membership = read_membership(await kube.get(f"/api/v1/namespaces/default/configmaps/{NAME}-membership"))
     assert membership is not None

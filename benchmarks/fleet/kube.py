@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-def admin_client(cluster: Cluster) -> Api:
+def create_admin_client(cluster: Cluster) -> Api:
     """Return a client with the administrator's rights."""
     return Api(find_access(str(cluster.kubeconfig), None, {}), "fleet-benchmark", seconds=120)
 

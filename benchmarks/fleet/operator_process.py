@@ -21,7 +21,7 @@ import aiohttp
 import yaml
 
 from trainium_devcluster.ports import reserve_port
-from trainium_devcluster.processes.process_tree import resident_bytes
+from trainium_devcluster.processes.process_tree import read_resident_bytes
 
 if TYPE_CHECKING:
     from trainium_devcluster.cluster import Cluster
@@ -118,10 +118,10 @@ class OperatorProcess:
 
     async def wait_until_idle(self) -> None:
         """Wait until it has loaded everything and is idle."""
-        before = self.cpu_seconds()
+        before = self.read_cpu_seconds()
         for _ in range(120):
             await asyncio.sleep(0.5)
-            now = self.cpu_seconds()
+            now = self.read_cpu_seconds()
             if now - before < 0.03:
                 return
             before = now
@@ -141,7 +141,7 @@ class OperatorProcess:
         """Return the metrics once they contain this text."""
         try:
             async with asyncio.timeout(seconds):
-                while text not in (metrics := await self.metrics()):
+                while text not in (metrics := await self.read_metrics()):
                     self._check_running()
                     await asyncio.sleep(0.05)
                 return metrics
@@ -154,7 +154,7 @@ class OperatorProcess:
             lines = self.log.read_text(errors="replace").strip().splitlines()
             raise RuntimeError(f"the operator ended with {self._process.returncode}: {lines[-3:]}")
 
-    async def metrics(self) -> str:
+    async def read_metrics(self) -> str:
         """Return the metrics; empty while it does not listen."""
         try:
             async with aiohttp.ClientSession() as session, session.get(f"{self._metrics}/metrics") as response:
@@ -162,7 +162,7 @@ class OperatorProcess:
         except (aiohttp.ClientError, OSError):
             return ""
 
-    async def requests(self) -> dict[str, float]:
+    async def count_requests(self) -> dict[str, float]:
         """Return the number of requests to the API server so far, by verb; raise TimeoutError if it sent none."""
         name = "trainingjob_operator_api_requests_total"
         text = await self._wait_until_metrics_contain(name + "{", 30.0)
@@ -171,20 +171,20 @@ class OperatorProcess:
             requests[verb] = requests.get(verb, 0.0) + float(count)
         return requests
 
-    def cpu_seconds(self) -> float:
+    def read_cpu_seconds(self) -> float:
         """Return the processor time so far."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
 
-    def peak_mib(self) -> float:
+    def read_peak_mib(self) -> float:
         """Return the largest resident memory so far."""
         match = re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
         assert match is not None
         return int(match[1]) / 1024
 
-    def resident_mib(self) -> float:
+    def read_resident_mib(self) -> float:
         """Return the resident memory now."""
-        return resident_bytes(self.pid) / 2**20
+        return read_resident_bytes(self.pid) / 2**20
 
     async def stop(self) -> None:
         """Stop it with SIGTERM."""

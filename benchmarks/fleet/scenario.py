@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from benchmarks.fleet.agents_process import AgentsProcess
 from benchmarks.fleet.faults import FaultRound
 from benchmarks.fleet.floor import Floor, measure_floor
-from benchmarks.fleet.job import JOBS, NAME, SPARES, training_job, wait_for_status, worker_manifests
-from benchmarks.fleet.kube import PodWatch, admin_client, delete
+from benchmarks.fleet.job import JOBS, NAME, SPARES, build_training_job, build_worker_manifests, wait_for_status
+from benchmarks.fleet.kube import PodWatch, create_admin_client, delete
 from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.cluster import Cluster
@@ -35,7 +35,7 @@ async def run_fleet(plan: MeasurementPlan, report: Report, folder: Path) -> None
     log(f"{plan.nodes} nodes: starting the control plane")
     # Each round of faults uses up three nodes.
     with start_cluster(math.ceil(plan.nodes * 1.1) + 8 + SPARES + 3 * plan.faults, plan.nodes) as cluster:
-        async with admin_client(cluster) as kube:
+        async with create_admin_client(cluster) as kube:
             chart = ChartInstallation(cluster, folder)
             await chart.install(kube)
             await FleetRun(plan, report, cluster, kube, chart).run()
@@ -70,7 +70,7 @@ class FleetRun:
         self.chart = chart
         n = plan.nodes
         self.smaller, self.larger = n - n // 10, n + n // 10
-        self.body = training_job(n, spares=SPARES, sizes=(self.smaller, self.larger))
+        self.body = build_training_job(n, spares=SPARES, sizes=(self.smaller, self.larger))
         self.floors: list[Floor] = []
 
     async def run(self) -> None:
@@ -85,14 +85,14 @@ class FleetRun:
                 await self._run_job(operator, last=number == self.plan.starts - 1)
             if self.plan.agents:
                 name = "operator memory, peak with all agents connected"
-                self.report.add(name, self.plan.nodes, "MiB", operator.peak_mib())
+                self.report.add(name, self.plan.nodes, "MiB", operator.read_peak_mib())
         finally:
             await operator.stop()
 
     async def _measure_floor(self, *, restart: bool) -> None:
         (node,) = (await self.kube.get("/api/v1/nodes?limit=1"))["items"]
         layers = [label for label in LAYERS if label in node["metadata"]["labels"]]
-        manifests = worker_manifests(self.body, self.plan.nodes + SPARES, layers)
+        manifests = build_worker_manifests(self.body, self.plan.nodes + SPARES, layers)
         floor = await measure_floor(self.kube, manifests, restart=restart, seconds=self.plan.timeout)
         times = f"created {floor.creation_seconds:.2f} s, running {floor.running_seconds:.2f} s"
         log(f"{self.plan.nodes} nodes: floor: {times}")
@@ -119,7 +119,7 @@ class FleetRun:
 
     async def _measure_start(self, operator: OperatorProcess, watch: PodWatch) -> None:
         n, floor = self.plan.nodes, self.floors[-1]
-        cpu = operator.cpu_seconds()
+        cpu = operator.read_cpu_seconds()
         started_at = time.monotonic()
         await self.kube.create(JOBS, self.body)
         created, running = await watch.wait_until_running(n + SPARES, self.plan.timeout)
@@ -129,20 +129,20 @@ class FleetRun:
         self.report.add("Running", n, "s", running)
         self.report.add("created over the floor", n, "x", created / floor.creation_seconds, goal=RATIO_GOAL)
         self.report.add("Running over the floor", n, "x", running / floor.running_seconds, goal=RATIO_GOAL)
-        self.report.add("operator CPU for the start", n, "s", operator.cpu_seconds() - cpu)
+        self.report.add("operator CPU for the start", n, "s", operator.read_cpu_seconds() - cpu)
         goal = 150.0 if n <= 1000 else None
-        self.report.add("operator memory, peak until all run", n, "MiB", operator.peak_mib(), goal=goal)
+        self.report.add("operator memory, peak until all run", n, "MiB", operator.read_peak_mib(), goal=goal)
 
     async def _measure_training(self, operator: OperatorProcess, watch: PodWatch, agents: AgentsProcess) -> None:
         n = self.plan.nodes
-        cpu, started_at = operator.cpu_seconds(), time.monotonic()
+        cpu, started_at = operator.read_cpu_seconds(), time.monotonic()
         await agents.request("start")
         received = await agents.request("wait_for_membership", generation=1, count=n, seconds=self.plan.timeout)
         self.report.add("agents go → first membership with all", n, "s", received["last"] - started_at)
         await wait_for_status(
             self.kube, lambda status: status.get("phase") == "Running", "phase Running", self.plan.timeout
         )
-        self.report.add("operator CPU until all agents train", n, "s", operator.cpu_seconds() - cpu)
+        self.report.add("operator CPU until all agents train", n, "s", operator.read_cpu_seconds() - cpu)
         log(f"{n} nodes: all agents train after {time.monotonic() - started_at:.1f} s")
         faults = FaultRound(
             plan=self.plan,

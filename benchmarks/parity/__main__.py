@@ -71,13 +71,13 @@ def main() -> int:
     if not rows:
         _print(f"No row has {options.rows!r} in its name; there are {', '.join(row.name for row in all_rows)}.")
         return 64
-    trl = preferences.trl_version(options.peer_python)
+    trl = preferences.read_trl_version(options.peer_python)
     if trl is None and any(row.settings in SETTINGS["preferences"] for row in rows):
         _print(f"Preferences are not compared: trl is not installed beside {options.peer_python} (--peer-python).")
         rows = [row for row in rows if row.settings not in SETTINGS["preferences"]]
     for name in ("runs", "bases"):
         shutil.rmtree(options.out / name, ignore_errors=True)
-    report = _initial_report(options)
+    report = _read_initial_report(options)
     report["trl"] = trl or report.get("trl")
     for settings in (settings for group in SETTINGS.values() for settings in group):
         selected = [row for row in rows if row.settings == settings]
@@ -89,19 +89,19 @@ def main() -> int:
             report["adaptersOfPeft"][settings.name] = comparison.adapter_difference
         results = {row["name"]: row for row in (*report["rows"], *comparison.rows)}
         report["rows"] = [results[row.name] for row in all_rows if row.name in results]
-        results_file(options).write_text(_format_json(report))
+        find_results_file(options).write_text(_format_json(report))
     if not options.no_document:
         document.write_report(report, ROOT / "docs/parity.md", ROOT / "docs/images/parity.png")
-    return _verdict(report, {row.name for row in rows})
+    return _print_verdict(report, {row.name for row in rows})
 
 
-def results_file(options: argparse.Namespace) -> Path:
+def find_results_file(options: argparse.Namespace) -> Path:
     """Return the JSON file of the rows: that of the page, or one in the folder of runs."""
     folder: Path = options.out
     return folder / RESULTS.name if options.no_document else RESULTS
 
 
-def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
+def _read_initial_report(options: argparse.Namespace) -> dict[str, Any]:
     """Return a report with the results of earlier runs of the same number of steps."""
     report: dict[str, Any] = {
         "benchmark": "parity",
@@ -119,7 +119,7 @@ def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
         "adaptersOfPeft": {},
         "rows": [],
     }
-    file = results_file(options)
+    file = find_results_file(options)
     previous = json.loads(file.read_text()) if file.exists() else {}
     if any(previous.get(name) != report[name] for name in ("steps", "versions")):
         return report
@@ -133,7 +133,7 @@ def _format_json(report: dict[str, Any]) -> str:
     return others.removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
-def _verdict(report: dict[str, Any], names: set[str]) -> int:
+def _print_verdict(report: dict[str, Any], names: set[str]) -> int:
     """Print the failed rows; return 1 if there are any."""
     rows = [row for row in report["rows"] if row["name"] in names]
     failed = [row["name"] for row in rows if not row["passed"]] + sorted(names - {row["name"] for row in rows})
@@ -180,8 +180,8 @@ def _run_tuning(settings: Settings, rows: list[Row], options: argparse.Namespace
 
     def train(config: TrainingConfig) -> tuned.TuningResult:
         if settings in SETTINGS["preferences"]:
-            return preferences.preference_run(config, folder, options.peer_python)
-        return tuned.reference_run(config, folder)
+            return preferences.run_preferences(config, folder, options.peer_python)
+        return tuned.run_reference(config, folder)
 
     expected = _run_reference(settings, train, configuration.load(file))
     results = [
@@ -189,7 +189,7 @@ def _run_tuning(settings: Settings, rows: list[Row], options: argparse.Namespace
     ]
     difference = None
     if expected.adapter is not None:
-        difference = tuned.first_loss_difference(file, expected, folder / "from-adapter")
+        difference = tuned.compute_first_loss_difference(file, expected, folder / "from-adapter")
         _print(f"{settings.name}: first loss with peft's adapter differs by {difference:.1e}")
     shutil.rmtree(folder)
     return Comparison(results, difference)
@@ -239,15 +239,16 @@ def _compare_row(row: Row, file: Path, expected: reference.Reference, folder: Pa
     started_at = time.monotonic()
     losses = run_trainer(file, row.set_options, ranks=row.ranks, folder=folder)
     config = configuration.load(file)
-    exported, model = export_newest(folder, reference.shape_of(config))
-    tokens, _ = next(reference.batches(config))
+    exported, model = export_newest(folder, reference.build_shape(config))
+    tokens, _ = next(reference.iterate_batches(config))
     with torch.no_grad():
         logits = model(tokens)
-    exported_logits = reference.logits_of(reference.load_model(exported), tokens)
+    exported_logits = reference.compute_logits(reference.load_model(exported), tokens)
     spread = float(exported_logits.std())
     result = compare_curves(losses, expected.losses) | {
         "exportedLogits": float((logits - exported_logits).abs().max()) / spread,
-        "trainedLogits": float((reference.logits_of(expected.model, tokens) - exported_logits).abs().max()) / spread,
+        "trainedLogits": float((reference.compute_logits(expected.model, tokens) - exported_logits).abs().max())
+        / spread,
         "seconds": round(time.monotonic() - started_at, 1),
     }
     result["passed"] = result["greatestDifference"] <= TOLERANCE and result["exportedLogits"] <= LOGITS_TOLERANCE

@@ -50,11 +50,11 @@ def write_report(report: dict[str, Any], page: Path, picture: Path) -> None:
     """Write the page and the picture; a failed row is listed with its error."""
     page.parent.mkdir(parents=True, exist_ok=True)
     picture.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(_page(report))
+    page.write_text(_render_page(report))
     _draw(report, picture)
 
 
-def _page(report: dict[str, Any]) -> str:
+def _render_page(report: dict[str, Any]) -> str:
     dates = sorted(row["date"] for row in report["rows"])
     return _PAGE.format(
         **report
@@ -70,7 +70,7 @@ def _page(report: dict[str, Any]) -> str:
     )
 
 
-def _rows_by_settings(report: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
+def _group_rows_by_settings(report: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """Return name, description and rows of the settings that have rows."""
     described = [item for group in _GROUPS for item in report.get(group, {}).items()]
     grouped = [(name, text, [row for row in report["rows"] if row["settings"] == name]) for name, text in described]
@@ -80,7 +80,7 @@ def _rows_by_settings(report: dict[str, Any]) -> list[tuple[str, str, list[dict[
 def _join_families(report: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """Return the settings that have rows, with one entry for full training and LoRA of a family."""
     joined: dict[str, tuple[str, str, list[dict[str, Any]]]] = {}
-    for name, text, rows in _rows_by_settings(report):
+    for name, text, rows in _group_rows_by_settings(report):
         is_family = name in report.get("families", {})
         family = name.rpartition(", ")[0] if is_family else name
         described = text.partition("; all weights")[0] if is_family else text
@@ -103,7 +103,7 @@ def _draw(report: dict[str, Any], picture: Path) -> None:
     """Draw a line for each settings with a point for each layout, and the allowed difference."""
     groups = [
         (name, [row["greatestDifference"] for row in rows if "loss" in row])
-        for name, _, rows in _rows_by_settings(report)
+        for name, _, rows in _group_rows_by_settings(report)
     ]
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.3 * len(groups)), layout="constrained")
     for line, (_, values) in enumerate(groups):

@@ -58,7 +58,7 @@ def write_instructions(file: Path) -> Path:
     """Create records with Dolly's fields from docstrings of the standard library."""
     rows = [
         {"instruction": f"What does {entry.name} do?", "context": entry.signature, "response": entry.sentence}
-        for entry in _documented_objects()
+        for entry in _list_documented_objects()
     ]
     return _write(file, rows)
 
@@ -71,7 +71,7 @@ def write_questions(file: Path) -> Path:
             "sentence": entry.sentence,
             "label": int(not entry.is_class),
         }
-        for entry in _documented_objects()
+        for entry in _list_documented_objects()
     ]
     return _write(file, rows)
 
@@ -93,7 +93,7 @@ def write_conversations(file: Path) -> Path:
 
 def write_preferences(file: Path) -> Path:
     """Create pairs with trl's columns: what a name does, and what another name of the library does."""
-    entries = _documented_objects()
+    entries = _list_documented_objects()
     rows = []
     for number, entry in enumerate(entries, start=1):
         other = entries[number * 7 % len(entries)]
@@ -121,7 +121,7 @@ class _Documented:
     is_class: bool
 
 
-def _documented_objects() -> list[_Documented]:
+def _list_documented_objects() -> list[_Documented]:
     """Return the functions and classes with docstrings, sorted by name."""
     entries = []
     for module_name in MODULES:
@@ -130,12 +130,12 @@ def _documented_objects() -> list[_Documented]:
                 continue
             sentence = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).partition(". ")[0]
             if 10 < len(sentence) <= _MAX_ANSWER_CHARACTERS:
-                signature = _signature(value) if len(name) % 2 else ""
+                signature = _list_parameters(value) if len(name) % 2 else ""
                 entries.append(_Documented(f"{module_name}.{name}", signature, sentence, inspect.isclass(value)))
     return sorted(entries, key=lambda entry: entry.name)
 
 
-def _signature(value: Any) -> str:
+def _list_parameters(value: Any) -> str:
     """Return the names of the parameters; empty if they are unknown."""
     try:
         return ", ".join(inspect.signature(value).parameters)[:_MAX_ANSWER_CHARACTERS]

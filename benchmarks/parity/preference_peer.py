@@ -24,7 +24,7 @@ _PEFT_PREFIXES = ("base_model.model.", ".default", ".base_layer")
 """Prefixes that peft adds to the names of parameters."""
 
 
-def plain_name(name: str) -> str:
+def strip_peft_prefixes(name: str) -> str:
     """Return the name of a parameter without peft's prefixes."""
     for prefix in _PEFT_PREFIXES:
         name = name.replace(prefix, "")
@@ -61,7 +61,7 @@ def main() -> None:
     tokenizer.add_special_tokens(names if task["template"] else names | {"bos_token": task["end"]})
     tokenizer.chat_template = task["template"]
     lora = peft.LoraConfig(**task["lora"], task_type="CAUSAL_LM") if task["lora"] else None
-    trainer = _dpo(task, model, tokenizer, lora, _arguments(task))
+    trainer = _create_dpo_trainer(task, model, tokenizer, lora, _create_arguments(task))
     trainer.losses = []
     if lora is not None:
         _initialize_adapter(trainer.model, safetensors.torch.load_file(task["adapter"]))
@@ -74,14 +74,14 @@ def main() -> None:
     losses = [sum(trainer.losses[start : start + passes]) / passes for start in range(0, len(trainer.losses), passes)]
     (folder / "losses.json").write_text(json.dumps(losses))
     parameters = {
-        plain_name(name): parameter.detach().contiguous()
+        strip_peft_prefixes(name): parameter.detach().contiguous()
         for name, parameter in trainer.model.named_parameters()
         if parameter.requires_grad
     }
     safetensors.torch.save_file(parameters, str(folder / "trained.safetensors"))
 
 
-def _arguments(task: dict[str, Any]) -> dict[str, Any]:
+def _create_arguments(task: dict[str, Any]) -> dict[str, Any]:
     return {
         "output_dir": task["folder"],
         "max_steps": task["steps"],
@@ -99,7 +99,7 @@ def _arguments(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _dpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments: dict[str, Any]) -> Any:
+def _create_dpo_trainer(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments: dict[str, Any]) -> Any:
     from trl import DPOConfig, DPOTrainer  # noqa: PLC0415 - imports more than the rest
 
     class Trainer(RecordingTrainer, DPOTrainer):  # type: ignore[misc]
@@ -142,7 +142,7 @@ def _initialize_adapter(model: Any, initial: dict[str, torch.Tensor]) -> None:
     """Set the adapter to its initial values."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.copy_(initial[plain_name(name)])
+            parameter.copy_(initial[strip_peft_prefixes(name)])
 
 
 if __name__ == "__main__":

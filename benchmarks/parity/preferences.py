@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from benchmarks.parity.reference import learning_rate_at, logits_of, micro_batches, shape_of
+from benchmarks.parity.reference import build_shape, compute_learning_rate, compute_logits, iterate_micro_batches
 from benchmarks.parity.tuned import TuningResult
-from benchmarks.parity.tuned_reference import TunedReference, base_with_adapter, plain_name
+from benchmarks.parity.tuned_reference import TunedReference, load_base, strip_peft_prefixes
 from benchmarks.ranks import RunFailedError
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.tuning.apply import draw_initial_adapter
@@ -35,7 +35,7 @@ _SPECIAL_TOKEN = 0
 """Id of the token that the peer, which gets ids only, uses as its special tokens."""
 
 
-def trl_version(python: str) -> str | None:
+def read_trl_version(python: str) -> str | None:
     """Return the version of trl in an interpreter's environment; None if it is not installed."""
     code = "import importlib.metadata as m; print(m.version('trl'))"
     output = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
@@ -48,7 +48,7 @@ def write_task(config: TrainingConfig, folder: Path) -> dict[str, Any]:
     tuning, optimizer = config.tuning, config.optimizer
     assert tuning.objective is not None
     assert config.model.weights is not None
-    rows = [row for batch in micro_batches(config) for row in _rows(batch)]
+    rows = [row for batch in iterate_micro_batches(config) for row in _iterate_pairs(batch)]
     template = config.data.examples.chat.template
     if template is not None:
         rows = _find_messages(config, rows)
@@ -61,7 +61,7 @@ def write_task(config: TrainingConfig, folder: Path) -> dict[str, Any]:
         "beta": tuning.objective.beta,
         "batch": config.batch.global_size,
         "steps": config.steps,
-        "rates": [learning_rate_at(config, step) for step in range(config.steps)],
+        "rates": [compute_learning_rate(config, step) for step in range(config.steps)],
         "clipNorm": optimizer.clip_norm,
         "optimizer": {
             "betas": [optimizer.beta1, optimizer.beta2],
@@ -72,7 +72,7 @@ def write_task(config: TrainingConfig, folder: Path) -> dict[str, Any]:
         "lora": None,
     }
     if tuning.method is TuningMethod.LORA:
-        trainable = select_trainable(shape_of(config), tuning)
+        trainable = select_trainable(build_shape(config), tuning)
         initial = {
             name: draw_initial_adapter(name, torch.Size(size), config.seed).contiguous()
             for name, size in trainable.sizes.items()
@@ -87,7 +87,7 @@ def write_task(config: TrainingConfig, folder: Path) -> dict[str, Any]:
     return task
 
 
-def preference_run(config: TrainingConfig, folder: Path, python: str) -> TuningResult:
+def run_preferences(config: TrainingConfig, folder: Path, python: str) -> TuningResult:
     """Train with trl and return the results. Raises RunFailedError."""
     environment = os.environ | {"TASK": json.dumps(write_task(config, folder)), "OMP_NUM_THREADS": "1"}
     output = subprocess.run([python, str(PEER)], env=environment, capture_output=True, text=True, check=False)
@@ -95,29 +95,29 @@ def preference_run(config: TrainingConfig, folder: Path, python: str) -> TuningR
         raise RunFailedError(f"trl ended with {output.returncode}: {' / '.join(output.stderr.splitlines()[-3:])}")
     losses: list[float] = json.loads((folder / "losses.json").read_text())
     parameters = load_file(folder / "trained.safetensors")
-    model = base_with_adapter(config)
+    model = load_base(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(parameters[plain_name(name)])
-    tokens = next(micro_batches(config)).inputs
+                parameter.copy_(parameters[strip_peft_prefixes(name)])
+    tokens = next(iterate_micro_batches(config)).inputs
     return TuningResult(
         losses=losses,
         parameters=parameters,
-        logits=logits_of(TunedReference(losses, model).merged(), tokens),
+        logits=compute_logits(TunedReference(losses, model).merge(), tokens),
         tokens=tokens,
         accuracy=None,
         adapter=None,
     )
 
 
-def _rows(batch: MicroBatch) -> Iterator[dict[str, Any]]:
+def _iterate_pairs(batch: MicroBatch) -> Iterator[dict[str, Any]]:
     """Yield the pairs of a batch: token ids of both answers, and the length of the prompt."""
     assert batch.pairs is not None
     for first in range(0, len(batch.inputs), 2):
         learned = batch.labels[first] != -100
         prompt = max(int(learned.int().argmax()), int(batch.pairs.answers[first])) + 1
-        chosen, rejected = (_token_ids(batch, row) for row in (first, first + 1))
+        chosen, rejected = (_list_token_ids(batch, row) for row in (first, first + 1))
         yield {"chosen": chosen, "rejected": rejected, "prompt": prompt}
 
 
@@ -131,6 +131,6 @@ def _find_messages(config: TrainingConfig, rows: list[dict[str, Any]]) -> list[d
     return [by_question[prompt.rpartition("user:\n")[2].partition(end)[0]] for prompt in prompts]
 
 
-def _token_ids(batch: MicroBatch, row: int) -> list[int]:
+def _list_token_ids(batch: MicroBatch, row: int) -> list[int]:
     last = int((batch.labels[row] != -100).nonzero()[-1])
     return [*batch.inputs[row, : last + 1].tolist(), int(batch.labels[row, last])]

@@ -40,7 +40,7 @@ class Reference:
     model: LlamaForCausalLM
 
 
-def shape_of(config: TrainingConfig) -> ModelShape:
+def build_shape(config: TrainingConfig) -> ModelShape:
     """Return the model shape that a configuration describes."""
     single_process = Launch(
         rank=0,
@@ -58,8 +58,8 @@ def shape_of(config: TrainingConfig) -> ModelShape:
 def train_reference(config: TrainingConfig) -> Reference:
     """Train for all steps of the configuration."""
     torch.use_deterministic_algorithms(mode=True)
-    shape = shape_of(config)
-    options: dict[str, Any] = {**_without_kind(to_config(shape)), "attn_implementation": "sdpa"}
+    shape = build_shape(config)
+    options: dict[str, Any] = {**_drop_kind(to_config(shape)), "attn_implementation": "sdpa"}
     model = LlamaForCausalLM(LlamaConfig(**options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -67,9 +67,9 @@ def train_reference(config: TrainingConfig) -> Reference:
     model.train()
     optimizer = create_optimizer(model, config)
     losses = []
-    for step, (inputs, labels) in zip(range(config.steps), batches(config), strict=False):
+    for step, (inputs, labels) in zip(range(config.steps), iterate_batches(config), strict=False):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(config, step)
+            group["lr"] = compute_learning_rate(config, step)
         valid = int((labels != -100).sum())
         loss = model(input_ids=inputs, labels=labels, shift_labels=labels, num_items_in_batch=valid).loss
         loss.backward()
@@ -80,12 +80,12 @@ def train_reference(config: TrainingConfig) -> Reference:
     return Reference(losses, model.train(mode=False))
 
 
-def batches(config: TrainingConfig) -> Iterator[tuple[Tensor, Tensor]]:
+def iterate_batches(config: TrainingConfig) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and next tokens, each [samples, sequence], of each global batch."""
-    return ((batch.inputs, batch.labels) for batch in micro_batches(config))
+    return ((batch.inputs, batch.labels) for batch in iterate_micro_batches(config))
 
 
-def micro_batches(config: TrainingConfig) -> Iterator[MicroBatch]:
+def iterate_micro_batches(config: TrainingConfig) -> Iterator[MicroBatch]:
     """Yield the micro-batches of each global batch."""
     size = config.batch.global_size
     share = Share(global_size=size, micro_size=size, dp_rank=0, dp_size=1)
@@ -98,7 +98,7 @@ def micro_batches(config: TrainingConfig) -> Iterator[MicroBatch]:
         loader.close()
 
 
-def _without_kind(config: dict[str, Any]) -> dict[str, Any]:
+def _drop_kind(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration without the fields that name its kind and version."""
     return {key: value for key, value in config.items() if key not in ("architectures", "rope_theta", "rope_scaling")}
 
@@ -122,7 +122,7 @@ def create_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ad
     )
 
 
-def learning_rate_at(config: TrainingConfig, step: int) -> float:
+def compute_learning_rate(config: TrainingConfig, step: int) -> float:
     """Return the learning rate of step `step` (from 0)."""
     schedule, peak, number = config.schedule, config.optimizer.learning_rate, step + 1
     if number <= schedule.warmup_steps:
@@ -144,7 +144,7 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def compute_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """Compute the logits of a model of `transformers`."""
     logits: Tensor = model(tokens).logits
     return logits

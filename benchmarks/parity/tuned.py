@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft import PeftModel
 
-from benchmarks.parity.reference import load_model, logits_of, micro_batches
+from benchmarks.parity.reference import compute_logits, iterate_micro_batches, load_model
 from benchmarks.parity.rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE, TOLERANCE, Row
 from benchmarks.parity.trainer_runs import compare_curves, run_trainer
-from benchmarks.parity.tuned_reference import TunedReference, loss_on, tune_reference
+from benchmarks.parity.tuned_reference import TunedReference, compute_loss, tune_reference
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.checkpoint.format.reader import CheckpointReader
 from trainium_trainer.checkpoint.root.selection import choose_checkpoint
@@ -46,22 +46,22 @@ class TuningResult:
     """Folder of the adapter that peft saved."""
 
 
-def reference_run(config: TrainingConfig, out: Path) -> TuningResult:
+def run_reference(config: TrainingConfig, out: Path) -> TuningResult:
     """Train with the libraries and return the results."""
     run: TunedReference = tune_reference(config, out / "reference")
     adapter: Path | None = None
     if isinstance(run.model, PeftModel):
         adapter = out / "adapter"
         run.model.save_pretrained(str(adapter))
-    parameters = {name: value.clone() for name, value in run.trained().items()}
-    merged = run.merged()
-    tokens = next(micro_batches(config)).inputs
+    parameters = {name: value.clone() for name, value in run.list_trained().items()}
+    merged = run.merge()
+    tokens = next(iterate_micro_batches(config)).inputs
     return TuningResult(
         losses=run.losses,
         parameters=parameters,
-        logits=logits_of(merged, tokens),
+        logits=compute_logits(merged, tokens),
         tokens=tokens,
-        accuracy=held_out_accuracy(merged, config),
+        accuracy=measure_held_out_accuracy(merged, config),
         adapter=adapter,
     )
 
@@ -74,27 +74,27 @@ def compare_row(row: Row, file: Path, expected: TuningResult, folder: Path) -> d
     started_at = time.monotonic()
     config = configuration.load(file)
     losses = run_trainer(file, row.set_options, ranks=row.ranks, folder=folder)
-    artifacts = artifact_folders(folder)
-    logits = logits_of(load_model(artifacts["model"]), expected.tokens)
+    artifacts = find_artifact_folders(folder)
+    logits = compute_logits(load_model(artifacts["model"]), expected.tokens)
     spread = float(expected.logits.std())
     result = compare_curves(losses, expected.losses) | {
-        "trainedParameters": _greatest_difference(trained_weights(folder), expected.parameters),
+        "trainedParameters": _find_greatest_difference(read_trained_weights(folder), expected.parameters),
         "trainedLogits": float((logits - expected.logits).abs().max()) / spread,
         "seconds": round(time.monotonic() - started_at, 1),
     }
     passed = result["greatestDifference"] <= TOLERANCE and result["trainedParameters"] <= ADAPTER_TOLERANCE
     if config.tuning.method is TuningMethod.LORA:
         assert config.model.weights is not None
-        peft_logits = peft_merged_logits(Path(config.model.weights), artifacts["adapter"], expected.tokens)
+        peft_logits = compute_peft_merged_logits(Path(config.model.weights), artifacts["adapter"], expected.tokens)
         result["mergedLogits"] = float((logits - peft_logits).abs().max()) / spread
         passed = passed and result["mergedLogits"] <= MERGED_TOLERANCE
     if expected.accuracy is not None:
-        result["accuracy"] = held_out_accuracy(load_model(artifacts["model"]), config)
+        result["accuracy"] = measure_held_out_accuracy(load_model(artifacts["model"]), config)
         passed = passed and result["accuracy"] == expected.accuracy
     return result | {"passed": passed}
 
 
-def first_loss_difference(file: Path, expected: TuningResult, folder: Path) -> float:
+def compute_first_loss_difference(file: Path, expected: TuningResult, folder: Path) -> float:
     """Return the relative difference of the first loss with peft's adapter from peft's loss. Raises RunFailedError."""
     config = configuration.load(file)
     assert expected.adapter is not None
@@ -102,22 +102,22 @@ def first_loss_difference(file: Path, expected: TuningResult, folder: Path) -> f
     overrides = [f"tuning.lora.adapter={expected.adapter}", "steps=1", *constant]
     (loss,) = run_trainer(file, overrides, ranks=1, folder=folder)
     adapted = PeftModel.from_pretrained(load_model(Path(config.model.weights or "")), str(expected.adapter))
-    peft_loss = loss_on(adapted, next(micro_batches(config)))
+    peft_loss = compute_loss(adapted, next(iterate_micro_batches(config)))
     return abs(loss - peft_loss) / peft_loss
 
 
-def artifact_folders(folder: Path) -> dict[str, Path]:
+def find_artifact_folders(folder: Path) -> dict[str, Path]:
     """Return the folders of the artifacts below `folder` by name: `model`, and `adapter` if there is one."""
     return {path.name: path for path in (folder / "run" / "artifacts").glob("*/*") if path.is_dir()}
 
 
-def peft_merged_logits(base: Path, adapter: Path, tokens: Tensor) -> Tensor:
+def compute_peft_merged_logits(base: Path, adapter: Path, tokens: Tensor) -> Tensor:
     """Compute the logits of an adapter that peft loads and merges."""
     adapted = PeftModel.from_pretrained(load_model(base), str(adapter))
-    return logits_of(adapted.merge_and_unload(), tokens)
+    return compute_logits(adapted.merge_and_unload(), tokens)
 
 
-def trained_weights(folder: Path) -> dict[str, Tensor]:
+def read_trained_weights(folder: Path) -> dict[str, Tensor]:
     """Return the weights in the newest checkpoint below `folder`, by parameter."""
     root = str(folder / "run")
     storage = open_storage(root)
@@ -126,7 +126,7 @@ def trained_weights(folder: Path) -> dict[str, Tensor]:
     return {name.removeprefix("model."): reader.read(name) for name in names}
 
 
-def held_out_accuracy(model: nn.Module, config: TrainingConfig) -> float | None:
+def measure_held_out_accuracy(model: nn.Module, config: TrainingConfig) -> float | None:
     """Return the fraction of held-out examples whose first answer token is the model's most likely one."""
     data = open_data(config.data, config.batch.global_size)
     if data.validation is None:
@@ -136,12 +136,12 @@ def held_out_accuracy(model: nn.Module, config: TrainingConfig) -> float | None:
         has_answer = (batch.labels != -100).any(1)
         positions = (batch.labels != -100).int().argmax(1)[has_answer]
         rows = torch.arange(len(has_answer))[has_answer]
-        predictions = logits_of(model, batch.inputs).argmax(-1)
+        predictions = compute_logits(model, batch.inputs).argmax(-1)
         correct += int((predictions[rows, positions] == batch.labels[rows, positions]).sum())
         total += len(rows)
     return correct / total
 
 
-def _greatest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def _find_greatest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert actual.keys() == expected.keys()
     return max(float((actual[name] - value).abs().max()) for name, value in expected.items())

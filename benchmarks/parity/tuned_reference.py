@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.parity.reference import create_optimizer, learning_rate_at, micro_batches, shape_of
+from benchmarks.parity.reference import build_shape, compute_learning_rate, create_optimizer, iterate_micro_batches
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.tuning.apply import draw_initial_adapter
 from trainium_trainer.tuning.trainable import MAGNITUDE, select_trainable
@@ -41,15 +41,15 @@ class TunedReference:
     losses: list[float]
     model: PreTrainedModel | PeftModel
 
-    def trained(self) -> dict[str, Tensor]:
+    def list_trained(self) -> dict[str, Tensor]:
         """Return the trained parameters, by their names in a base or an adapter."""
         return {
-            plain_name(name): parameter.detach()
+            strip_peft_prefixes(name): parameter.detach()
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }
 
-    def merged(self) -> PreTrainedModel:
+    def merge(self) -> PreTrainedModel:
         """Return the merged model; this object must not be used afterwards."""
         merged = self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
         model: PreTrainedModel = merged
@@ -60,8 +60,8 @@ class TunedReference:
 def tune_reference(config: TrainingConfig, folder: Path) -> TunedReference:
     """Train for all steps of the configuration; the library may write below `folder`."""
     torch.use_deterministic_algorithms(mode=True)
-    model = base_with_adapter(config)
-    samples = [sample for batch in micro_batches(config) for sample in _samples(batch)]
+    model = load_base(config)
+    samples = [sample for batch in iterate_micro_batches(config) for sample in _build_samples(batch)]
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=config.steps,
@@ -76,20 +76,22 @@ def tune_reference(config: TrainingConfig, folder: Path) -> TunedReference:
     )
     optimizer = create_optimizer(model, config)
     peak = config.optimizer.learning_rate
-    schedule = LambdaLR(optimizer, lambda step: learning_rate_at(config, step) / peak if step < config.steps else 0.0)
+    schedule = LambdaLR(
+        optimizer, lambda step: compute_learning_rate(config, step) / peak if step < config.steps else 0.0
+    )
     trainer = _Trainer(model=model, args=arguments, train_dataset=_Samples(samples), optimizers=(optimizer, schedule))
     trainer.train()
     return TunedReference(trainer.losses, model)
 
 
 @torch.no_grad()
-def loss_on(model: nn.Module, batch: MicroBatch) -> float:
+def compute_loss(model: nn.Module, batch: MicroBatch) -> float:
     """Return the mean loss of a model on a batch."""
-    fields = torch.utils.data.default_collate(_samples(batch))
+    fields = torch.utils.data.default_collate(_build_samples(batch))
     return float(model(**fields, num_items_in_batch=batch.valid_tokens).loss)
 
 
-def plain_name(name: str) -> str:
+def strip_peft_prefixes(name: str) -> str:
     """Return the name of a parameter without peft's prefixes."""
     for prefix in _PEFT_PREFIXES:
         name = name.replace(prefix, "")
@@ -125,7 +127,7 @@ class _Trainer(transformers.Trainer):
         return loss
 
 
-def _samples(batch: MicroBatch) -> list[Sample]:
+def _build_samples(batch: MicroBatch) -> list[Sample]:
     """Return the arguments of the model, with a mask of [1, positions, positions] that separates documents."""
     samples = []
     for row in range(len(batch.inputs)):
@@ -140,7 +142,7 @@ def _samples(batch: MicroBatch) -> list[Sample]:
     return samples
 
 
-def base_with_adapter(config: TrainingConfig) -> PreTrainedModel | PeftModel:
+def load_base(config: TrainingConfig) -> PreTrainedModel | PeftModel:
     """Load the base, with peft's adapter if one is trained."""
     assert config.model.weights is not None
     model = AutoModelForCausalLM.from_pretrained(config.model.weights, dtype=torch.float32, attn_implementation="sdpa")
@@ -148,7 +150,7 @@ def base_with_adapter(config: TrainingConfig) -> PreTrainedModel | PeftModel:
     if tuning.method is TuningMethod.FULL:
         return model
     lora = tuning.lora
-    targets = select_trainable(shape_of(config), tuning).adapters
+    targets = select_trainable(build_shape(config), tuning).adapters
     alpha: Any = lora.alpha  # peft multiplies by it, so it may be fractional
     peft = LoraConfig(
         r=lora.rank,
@@ -170,4 +172,4 @@ def _initialize_adapter(model: nn.Module, seed: int) -> None:
     """Set the adapter to the trainer's initial values; peft computes the initial magnitudes of DoRA."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and f".{MAGNITUDE}." not in name:
-            parameter.copy_(draw_initial_adapter(plain_name(name), parameter.shape, seed))
+            parameter.copy_(draw_initial_adapter(strip_peft_prefixes(name), parameter.shape, seed))

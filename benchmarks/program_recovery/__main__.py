@@ -73,7 +73,7 @@ def compare(
 
 def _compare(session: DemoSession, jobset: str | None, run: Callable[[ProgramDemo], Runs], kept: Runs) -> Outcome:
     write_report(session.out / "report.json", kept)
-    with session.cluster() as cluster:
+    with session.run_cluster() as cluster:
         demo = ProgramDemo(cluster, session.view, session.out)
         demo.install()
         install_script(demo)

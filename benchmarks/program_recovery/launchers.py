@@ -135,12 +135,12 @@ class TrainingJobLauncher(Launcher):
 
     def find_pod(self) -> dict[str, Any]:
         """Return the pod of the second rank."""
-        name = self.run.members()[-1]["podName"]
+        name = self.run.list_members()[-1]["podName"]
         return self.demo.cluster.api.get(f"/api/v1/namespaces/{NAMESPACE}/pods/{name}")
 
     def kill_rank(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to the last rank, which the agent knows."""
-        self.run.signal_rank(self.run.members()[-1]["podName"], str(int(number)))
+        self.run.signal_rank(self.run.list_members()[-1]["podName"], str(int(number)))
 
     def check(self) -> None:
         """Show the job; raises ClusterError if it has failed."""
@@ -153,7 +153,7 @@ class TrainingJobLauncher(Launcher):
 
     def read_step(self) -> int:
         """Return the step that the operator has written into the status."""
-        return int((self.run.status().get("progress") or {}).get("step", 0))
+        return int((self.run.read_status().get("progress") or {}).get("step", 0))
 
     def resize(self, size: int) -> None:
         """Change the number of nodes."""
@@ -163,8 +163,8 @@ class TrainingJobLauncher(Launcher):
         """Write the status and the end of the workers' logs to the folder of results; delete everything."""
         folder = self.demo.out
         with contextlib.suppress(ApiError, ClusterError, OSError):
-            (folder / f"{self.name}-status.json").write_text(json.dumps(self.run.status(), indent=1))
-            for pod in self.run.pods():
+            (folder / f"{self.name}-status.json").write_text(json.dumps(self.run.read_status(), indent=1))
+            for pod in self.run.list_pods():
                 name = pod["metadata"]["name"]
                 text = self.demo.cluster.kubectl("logs", name, "-n", NAMESPACE, "--all-containers", "--tail=200")
                 (folder / f"{name}.log").write_text(text)
@@ -272,7 +272,12 @@ def running_jobset(demo: Demo, command: str | None) -> Iterator[None]:
         return
     log = (demo.out / "jobset.log").open("wb")
     controller = subprocess.Popen(
-        command, shell=True, env=os.environ | demo.cluster.variables(), stdout=log, stderr=log, start_new_session=True
+        command,
+        shell=True,
+        env=os.environ | demo.cluster.list_variables(),
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
     )
     deadline = time.monotonic() + 60
     while "jobsets" not in demo.cluster.kubectl("api-resources", "-o", "name") and time.monotonic() < deadline:

@@ -135,9 +135,9 @@ class Recovery:
         """Kill the operator, and wait until a new one writes the status; training goes on."""
         moment = time.time()
         self.launcher.kill_operator()
-        self.wait(lambda ledger: ledger.first_step_after(moment) is not None)
+        self.wait(lambda ledger: ledger.find_first_step_after(moment) is not None)
         ledger, step = self.ledger, self.ledger.newest_step
-        ended = ledger.first_step_after(moment)
+        ended = ledger.find_first_step_after(moment)
         seconds = None if ended is None else ended - moment
         self.wait(lambda _: self.launcher.read_step() > step)
         self.add(FaultCost("killed operator", seconds, self.ledger.count_recomputed(moment)))
@@ -150,7 +150,7 @@ class Recovery:
         self.launcher.stop()
         ledger = self.ledger
         missing, repeated = ledger.count_wrong_samples(reference)
-        first_resized = ledger.first_step_at_another_size(reference)
+        first_resized = ledger.find_first_step_at_another_size(reference)
         return RunCost(
             title=self.launcher.title,
             faults=tuple(self.faults),
@@ -158,8 +158,8 @@ class Recovery:
             steps=ledger.newest_step,
             samples_missing=missing,
             samples_repeated=repeated,
-            loss_difference=ledger.max_loss_difference(reference),
-            loss_difference_before_resize=ledger.max_loss_difference(reference, before=first_resized),
+            loss_difference=ledger.compute_max_loss_difference(reference),
+            loss_difference_before_resize=ledger.compute_max_loss_difference(reference, before=first_resized),
             uses=tuple(sorted(set(reference.count_uses().values()))),
             load=os.getloadavg()[1],
             seconds=time.monotonic() - self.started_at,
@@ -180,7 +180,7 @@ class Recovery:
         lost_at = time.time()
         deleted_after = None
         try:
-            if not self.wait(lambda ledger: ledger.first_new_step_at(moment) is not None, SILENT_SECONDS):
+            if not self.wait(lambda ledger: ledger.find_first_new_step(moment) is not None, SILENT_SECONDS):
                 self.demo.cluster.kubectl("delete", "node", node)
                 deleted_after = time.time() - lost_at
             self.record("lost node", moment, lost_at, deleted_after)
@@ -189,9 +189,9 @@ class Recovery:
 
     def record(self, kind: str, moment: float, counted_from: float, deleted_after: float | None = None) -> None:
         """Wait for the first new step of a start after `moment`, and record the cost."""
-        self.wait(lambda ledger: ledger.first_new_step_at(moment) is not None)
+        self.wait(lambda ledger: ledger.find_first_new_step(moment) is not None)
         ledger = self.ledger
-        ended = ledger.first_new_step_at(moment)
+        ended = ledger.find_first_new_step(moment)
         seconds = None if ended is None else ended - counted_from
         self.add(FaultCost(kind, seconds, ledger.count_recomputed(moment), deleted_after))
 

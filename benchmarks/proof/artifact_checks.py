@@ -66,7 +66,7 @@ def compare_artifacts(actual: ArtifactSnapshot, expected: ArtifactSnapshot, tole
         distance = float((tensor - reference).norm() / reference.norm()) if tensor.shape == reference.shape else 1.0
         if tensor.dtype != reference.dtype or (distance > tolerance if tolerance else not tensor.equal(reference)):
             deviations.append(f"{name} differs by {distance:.2g}")
-    actual_files, expected_files = _files_without_tensors(actual), _files_without_tensors(expected)
+    actual_files, expected_files = _list_files_without_tensors(actual), _list_files_without_tensors(expected)
     if actual_files.keys() != expected_files.keys():
         deviations.append(f"other files: {sorted(actual_files.keys() ^ expected_files.keys())}")
     # The number of ranks that started to write determines the number of tensor files; all else is identical.
@@ -77,7 +77,7 @@ def compare_artifacts(actual: ArtifactSnapshot, expected: ArtifactSnapshot, tole
     return deviations + _compare_figures(actual.evaluation, expected.evaluation, tolerance)
 
 
-def _files_without_tensors(artifacts: ArtifactSnapshot) -> dict[str, str]:
+def _list_files_without_tensors(artifacts: ArtifactSnapshot) -> dict[str, str]:
     """Return the files that are independent of the division of tensors."""
     return {name: digest for name, digest in artifacts.files.items() if ".safetensors" not in name}
 
@@ -92,7 +92,7 @@ def _compare_figures(actual: dict[str, Any], expected: dict[str, Any], tolerance
     return []
 
 
-def complete_artifacts(step: Path) -> dict[str, ArtifactManifest]:
+def find_complete_artifacts(step: Path) -> dict[str, ArtifactManifest]:
     """Return the artifacts that look complete, by folder. Raises ValueError for an invalid manifest."""
     manifests = {}
     for name, kind in FOLDERS.items():
@@ -106,7 +106,7 @@ def find_incomplete(step: Path) -> list[str]:
     """Return a sentence for each damaged file of an artifact or evaluation that looks complete."""
     deviations = []
     try:
-        for name, manifest in complete_artifacts(step).items():
+        for name, manifest in find_complete_artifacts(step).items():
             for file in manifest.files:
                 data = (step / name / file.name).read_bytes()
                 if (len(data), sha256(data).hexdigest()) != (file.size, file.digest):
@@ -118,9 +118,11 @@ def find_incomplete(step: Path) -> list[str]:
     return deviations
 
 
-def complete_files(step: Path) -> dict[Path, int]:
+def find_complete_files(step: Path) -> dict[Path, int]:
     """Return the complete data files with their times; a later attempt must not write them again."""
-    paths = [step / name / file.name for name, manifest in complete_artifacts(step).items() for file in manifest.files]
+    paths = [
+        step / name / file.name for name, manifest in find_complete_artifacts(step).items() for file in manifest.files
+    ]
     for receipt in step.glob(f"*/{UNFINISHED}/*.safetensors.json"):
         file = receipt.parent.parent / ArtifactFile.model_validate_json(receipt.read_bytes()).name
         paths.append(file)

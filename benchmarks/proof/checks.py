@@ -90,7 +90,7 @@ class Reference:
         if suite.tuning and (problem := find_epoch_error(samples, suite)):
             raise ValueError(f"the undisturbed run: {problem}")
         artifacts = (
-            artifact_checks.read_artifacts(artifacts_folder(root, suite))
+            artifact_checks.read_artifacts(find_artifacts_folder(root, suite))
             if suite.tuning
             else artifact_checks.ArtifactSnapshot()
         )
@@ -130,7 +130,7 @@ def check_result(root: Path, result: TrialResult, reference: Reference, suite: S
     if damaged:
         result.deviations.append(f"committed checkpoints are damaged: {damaged}")
     if suite.tuning:
-        folder = artifacts_folder(root, suite)
+        folder = find_artifacts_folder(root, suite)
         result.deviations += artifact_checks.find_incomplete(folder)
         try:
             artifacts = artifact_checks.read_artifacts(folder)
@@ -147,7 +147,7 @@ def check_milestones(root: Path, result: TrialResult) -> None:
     storage = PosixStorage(root)
     for milestone in survey(storage).milestones:
         step = root / ARTIFACTS / folder_name(milestone.step)
-        if artifact_checks.complete_artifacts(step).keys() != artifact_checks.FOLDERS.keys() or list(
+        if artifact_checks.find_complete_artifacts(step).keys() != artifact_checks.FOLDERS.keys() or list(
             step.glob(f"*/{UNFINISHED}")
         ):
             result.deviations.append(f"the artifacts of the milestone of step {milestone.step} are not complete")
@@ -161,13 +161,13 @@ def check_milestones(root: Path, result: TrialResult) -> None:
 def check_reported(root: Path, progress: Path, result: TrialResult, suite: Suite) -> None:
     """Check the artifacts and the evaluation that the first rank reported to its agent."""
     results = read_results(progress)
-    manifests = artifact_checks.complete_artifacts(artifacts_folder(root, suite)).values()
+    manifests = artifact_checks.find_complete_artifacts(find_artifacts_folder(root, suite)).values()
     reported = {artifact.digest for artifact in results.artifacts if artifact.step == suite.steps}
     if reported != {manifest.digest for manifest in manifests} or not results.evaluation:
         result.deviations.append(f"the agent received the results {results}")
 
 
-def artifacts_folder(root: Path, suite: Suite) -> Path:
+def find_artifacts_folder(root: Path, suite: Suite) -> Path:
     """Return the folder of the artifacts of the last step."""
     return root / ARTIFACTS / folder_name(suite.steps)
 

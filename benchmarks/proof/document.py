@@ -53,7 +53,7 @@ def render_section(report: dict[str, Any], suite: Suite) -> str:
     """Render the section of a suite."""
     lines = [
         suite.introduction,
-        _summary(report),
+        _format_summary(report),
         "",
         "| layout | allowed loss | " + " | ".join(point.value for point in suite.points) + " |",
         "|---|---|" + "---|" * len(suite.points),
@@ -61,7 +61,7 @@ def render_section(report: dict[str, Any], suite: Suite) -> str:
     cells = {(cell["family"], cell["point"]): cell for cell in report["cells"]}
     for scenario in suite.scenarios:
         sizes = " → ".join(layout.name for layout in scenario.attempts)
-        row = [_cell(cells[scenario.name, point.value]) for point in suite.points]
+        row = [_format_cell(cells[scenario.name, point.value]) for point in suite.points]
         lines.append(f"| {scenario.description}: {sizes} | {scenario.allowed_loss} | " + " | ".join(row) + " |")
     return "\n".join([*lines, "", suite.notes])
 
@@ -77,7 +77,7 @@ def replace_section(document: str, section: str, suite: Suite) -> str:
     return "\n\n".join(text.strip() for text in sections.values() if text.strip()) + "\n"
 
 
-def _summary(report: dict[str, Any]) -> str:
+def _format_summary(report: dict[str, Any]) -> str:
     count = report["waited"]
     waited = f" {count} ranks that waited for a killed one were terminated after a minute." if count else ""
     return (
@@ -87,7 +87,7 @@ def _summary(report: dict[str, Any]) -> str:
     )
 
 
-def _cell(cell: dict[str, Any]) -> str:
+def _format_cell(cell: dict[str, Any]) -> str:
     if not cell["killed"]:
         return "-"
     lost = "" if cell["mostLost"] is None else f": {cell['mostLost']} / {cell['meanLost']}"

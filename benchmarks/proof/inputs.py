@@ -42,7 +42,7 @@ class Inputs:
             self._examples.write_text("".join(json.dumps(record) + "\n" for record in records))
             self._create_base()
 
-    def config(self, scenario: Scenario, layout: Layout, root: Path) -> dict[str, Any]:
+    def create_config(self, scenario: Scenario, layout: Layout, root: Path) -> dict[str, Any]:
         """Return the configuration of an attempt whose checkpoints are below `root`."""
         suite = self._suite
         common: dict[str, Any] = {
@@ -61,10 +61,10 @@ class Inputs:
         if scenario.milestones:
             common["checkpoint"]["milestones"] = {"everyTokens": _MILESTONE_TOKENS}
         if suite.preferences:
-            return common | self._preferences()
-        return common | (self._tuning(scenario) if suite.tuning else self._pretraining())
+            return common | self._create_preferences()
+        return common | (self._create_tuning(scenario) if suite.tuning else self._create_pretraining())
 
-    def _pretraining(self) -> dict[str, Any]:
+    def _create_pretraining(self) -> dict[str, Any]:
         data = {
             "source": str(self._text),
             "sequenceLength": 32,
@@ -73,7 +73,7 @@ class Inputs:
         }
         return {"steps": self._suite.steps, "data": data, "model": _MODEL}
 
-    def _preferences(self) -> dict[str, Any]:
+    def _create_preferences(self) -> dict[str, Any]:
         data = {
             "source": str(self._examples),
             "format": "Preference",
@@ -88,7 +88,7 @@ class Inputs:
             "artifacts": {"kinds": []},
         }
 
-    def _tuning(self, scenario: Scenario) -> dict[str, Any]:
+    def _create_tuning(self, scenario: Scenario) -> dict[str, Any]:
         """Return a configuration whose epochs end with an incomplete batch, with validation."""
         data = {
             "source": str(self._examples),

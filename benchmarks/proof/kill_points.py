@@ -173,7 +173,7 @@ def _kill_in_streams(hits: HitCounter, is_counted: Callable[[Any], bool]) -> Non
     PosixStorage.write_stream = write_stream  # type: ignore[method-assign]
 
 
-def _in_step(hits: HitCounter, _: random.Random) -> None:
+def _kill_in_step(hits: HitCounter, _: random.Random) -> None:
     from trainium_trainer.monitor.progress import ProgressWriter
 
     writer: Any = ProgressWriter  # patched functions take any arguments
@@ -187,7 +187,7 @@ def _in_step(hits: HitCounter, _: random.Random) -> None:
     writer.record_step = record_step
 
 
-def _in_staging(hits: HitCounter, rng: random.Random) -> None:
+def _kill_in_staging(hits: HitCounter, rng: random.Random) -> None:
     from trainium_trainer.checkpoint.format import live_state
     from trainium_trainer.checkpoint.memory import memory_tier
     from trainium_worker.snapshots import copies
@@ -204,16 +204,16 @@ def _in_staging(hits: HitCounter, rng: random.Random) -> None:
     _kill_in_calls(SnapshotFile, "finish", hits)
 
 
-def _in_writing(hits: HitCounter, _: random.Random) -> None:
+def _kill_in_writing(hits: HitCounter, _: random.Random) -> None:
     _kill_in_streams(hits, lambda _: True)
 
 
-def _in_commit(hits: HitCounter, rng: random.Random) -> None:
+def _kill_in_commit(hits: HitCounter, rng: random.Random) -> None:
     for method in rng.choice((("write",), ("create",), ("write", "create"), ("remove_file", "remove_files"))):
         _kill_in_storage(method, hits, lambda _, name: name.startswith("step-"))
 
 
-def _in_load(hits: HitCounter, rng: random.Random) -> None:
+def _kill_in_load(hits: HitCounter, rng: random.Random) -> None:
     from trainium_trainer.checkpoint.format.reader import CheckpointReader
     from trainium_trainer.checkpoint.resume import resume
 
@@ -233,7 +233,7 @@ _EVALUATION_PLACES = (("load", 1), ("score", 1), ("gather", 5))
 _FIRST_RANK_EVALUATION_PLACES = (*_EVALUATION_PLACES, ("result", 3), ("result", 3))
 
 
-def _in_export(hits: HitCounter, rng: random.Random) -> None:
+def _kill_in_export(hits: HitCounter, rng: random.Random) -> None:
     """Kill in a data file, in the merge of a weight, around a small file or the last removal, or in a gather."""
     from trainium_trainer.artifacts.merged_parameters import MergedParameters
     from trainium_trainer.peers import Peers
@@ -263,7 +263,7 @@ def _has_adapter(parameters: Any, name: str, *_: object) -> bool:
     return f"{name.removesuffix('.weight')}.lora_B.weight" in parameters._names
 
 
-def _in_evaluation(hits: HitCounter, rng: random.Random) -> None:
+def _kill_in_evaluation(hits: HitCounter, rng: random.Random) -> None:
     """Kill around the load of a model, its questions, a gather, or a file of the result."""
     from trainium_trainer.evaluate import compare, stage
     from trainium_trainer.peers import Peers
@@ -304,11 +304,11 @@ def _draw_place(places: Sequence[tuple[str, int]], hits: HitCounter, rng: random
 
 
 _PATCHES: dict[Point, Callable[[HitCounter, random.Random], None]] = {
-    Point.STEP: _in_step,
-    Point.STAGING: _in_staging,
-    Point.WRITING: _in_writing,
-    Point.COMMIT: _in_commit,
-    Point.LOAD: _in_load,
-    Point.EXPORT: _in_export,
-    Point.EVALUATE: _in_evaluation,
+    Point.STEP: _kill_in_step,
+    Point.STAGING: _kill_in_staging,
+    Point.WRITING: _kill_in_writing,
+    Point.COMMIT: _kill_in_commit,
+    Point.LOAD: _kill_in_load,
+    Point.EXPORT: _kill_in_export,
+    Point.EVALUATE: _kill_in_evaluation,
 }

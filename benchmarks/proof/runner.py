@@ -26,7 +26,7 @@ from benchmarks.proof.forked_rank import run_rank
 from benchmarks.proof.inputs import Inputs
 from benchmarks.proof.kill_points import ARTIFACTS, VARIABLE
 from benchmarks.proof.suites import Attempt, Layout
-from benchmarks.ranks import THREAD_VARIABLES, rank_environment
+from benchmarks.ranks import THREAD_VARIABLES, build_rank_environment
 from trainium_devcluster.ports import reserve_port
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.storage.posix import PosixStorage
@@ -134,7 +134,9 @@ class Runner:
         """Check that an attempt without a kill succeeds; in others, count ranks that wait for the killed one."""
         if not result.attempts[-1].killed:
             if codes != [0] * attempt.layout.ranks:
-                result.deviations.append(f"attempt {number} ended with {codes}: {self._last_log_lines(folder, number)}")
+                result.deviations.append(
+                    f"attempt {number} ended with {codes}: {self._read_last_log_lines(folder, number)}"
+                )
         else:
             result.waited += codes.count(None)
 
@@ -144,7 +146,7 @@ class Runner:
             if deviations := artifact_checks.find_incomplete(step):
                 result.deviations += [f"{step.name}: {deviation}" for deviation in deviations]
                 continue
-            current = artifact_checks.complete_files(step)
+            current = artifact_checks.find_complete_files(step)
             rewritten = [
                 str(path)
                 for path, modified_at in complete_files.items()
@@ -155,10 +157,10 @@ class Runner:
             complete_files.update(current)
 
     def _check_end(self, folder: Path, trial: Trial, result: TrialResult) -> None:
-        layouts = layouts_with_steps(trial, result)
+        layouts = find_layouts_with_steps(trial, result)
         exact = len(layouts) == 1
         layout = next(iter(layouts)) if exact else Layout(1)
-        check_result(folder / "run", result, self.reference(layout), self._suite, exact=exact)
+        check_result(folder / "run", result, self.run_reference(layout), self._suite, exact=exact)
         if self._suite.tuning:
             progress = folder / f"progress-{len(trial.attempts) - 1}-0"
             check_reported(folder / "run", progress, result, self._suite)
@@ -168,13 +170,13 @@ class Runner:
         self, folder: Path, scenario: Scenario, attempt: Attempt, nodes: list[Path], number: int
     ) -> list[int | None]:
         layout = attempt.layout
-        config = self._inputs.config(scenario, layout, folder / "run")
+        config = self._inputs.create_config(scenario, layout, folder / "run")
         file = folder / f"trainer-{number}.yaml"
         file.write_text(yaml.safe_dump(config))
         port = reserve_port()
         ranks: list[tuple[dict[str, str], str]] = []
         for rank in range(layout.ranks):
-            environment = rank_environment(rank, layout.ranks, port) | {
+            environment = build_rank_environment(rank, layout.ranks, port) | {
                 "TRAINIUM_GENERATION": str(number + 1),
                 "TRAINIUM_PROGRESS_FILE": str(folder / f"progress-{number}-{rank}"),
                 "TRAINIUM_MEMORY_DIR": str(nodes[rank]),
@@ -208,13 +210,13 @@ class Runner:
             codes = self._run_ranks([({}, str(folder / f"log-{number}-convert"))], argv)
             if codes != [0]:
                 result.deviations.append(
-                    f"{' '.join(argv[:2])} ended with {codes}: {self._last_log_lines(folder, number)}"
+                    f"{' '.join(argv[:2])} ended with {codes}: {self._read_last_log_lines(folder, number)}"
                 )
         root.mkdir(exist_ok=True)
         for path in (old / "metrics.jsonl", *old.glob("samples-*.jsonl")):
             shutil.copy(path, root)
 
-    def reference(self, layout: Layout) -> Reference:
+    def run_reference(self, layout: Layout) -> Reference:
         """Return the result of an undisturbed run."""
         if layout not in self._references:
             folder = self._folder / f"reference-{len(self._references)}"
@@ -223,7 +225,7 @@ class Runner:
             codes = self._run_attempt(folder, self._suite.scenarios[0], Attempt(layout, None, None), nodes, 0)
             if codes != [0] * layout.ranks:
                 raise RuntimeError(
-                    f"the undisturbed run at {layout.name} ended with {codes}: {self._last_log_lines(folder, 0)}"
+                    f"the undisturbed run at {layout.name} ended with {codes}: {self._read_last_log_lines(folder, 0)}"
                 )
             self._references[layout] = Reference.read(folder / "run", self._suite)
         return self._references[layout]
@@ -252,12 +254,12 @@ class Runner:
         return [None if process in killed else process.exitcode for process in processes]
 
     @staticmethod
-    def _last_log_lines(folder: Path, number: int) -> str:
+    def _read_last_log_lines(folder: Path, number: int) -> str:
         lines = [path.read_text().splitlines()[-1:] for path in sorted(folder.glob(f"log-{number}-*"))]
         return " | ".join(line for tail in lines for line in tail)
 
 
-def layouts_with_steps(trial: Trial, result: TrialResult) -> set[Layout]:
+def find_layouts_with_steps(trial: Trial, result: TrialResult) -> set[Layout]:
     """Return the layouts in which steps of the history may have been made."""
     layouts = set()
     for number, (attempt, attempt_result) in enumerate(zip(trial.attempts, result.attempts, strict=True)):

@@ -33,9 +33,9 @@ from benchmarks.rollouts.launchers import (
     Training,
     TrainingJobLauncher,
 )
-from benchmarks.rollouts.rewards import RewardLog, count_updates, max_difference, read_rewards, smooth
+from benchmarks.rollouts.rewards import RewardLog, compute_max_difference, count_updates, read_rewards, smooth_curve
 from trainium_contract.api_server.errors import ApiError
-from trainium_devcluster.demos.curves import fault_table
+from trainium_devcluster.demos.curves import format_fault_table
 from trainium_devcluster.demos.session import NAMESPACE, DemoSession, Name, Out, Outcome
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.node.api.objects import is_ready
@@ -130,21 +130,21 @@ def run_undisturbed(demo: RolloutDemo, training: Training) -> RewardLog:
     """Run without faults; return its log."""
     launcher = TrainingJobLauncher(demo, training)
     launcher.start()
-    launcher.run.until_phase("Completed", _RUN_SECONDS)
+    launcher.run.wait_for_phase("Completed", _RUN_SECONDS)
     launcher.stop()
     return read_rewards(launcher.folder)
 
 
 def measure_noise(demo: RolloutDemo) -> tuple[Noise, dict[int, float]]:
     """Run without faults several times; return the noise, and the curve to compare with."""
-    curves = [run_undisturbed(demo, Training(f"seed-{seed}", STEPS, seed)).curve() for seed in SEEDS]
-    again = run_undisturbed(demo, Training("again", STEPS)).curve()
-    one_rank = run_undisturbed(demo, Training("one-rank", STEPS, ranks=1)).curve()
-    first, smoothed = curves[0], [smooth(curve) for curve in curves]
+    curves = [run_undisturbed(demo, Training(f"seed-{seed}", STEPS, seed)).compute_curve() for seed in SEEDS]
+    again = run_undisturbed(demo, Training("again", STEPS)).compute_curve()
+    one_rank = run_undisturbed(demo, Training("one-rank", STEPS, ranks=1)).compute_curve()
+    first, smoothed = curves[0], [smooth_curve(curve) for curve in curves]
     noise = Noise(
-        same_run_again=max_difference(list(first.values()), list(again.values())),
-        one_rank=max_difference(smoothed[0], smooth(one_rank)),
-        other_seeds=max(max_difference(one, other) for one, other in itertools.combinations(smoothed, 2)),
+        same_run_again=compute_max_difference(list(first.values()), list(again.values())),
+        one_rank=compute_max_difference(smoothed[0], smooth_curve(one_rank)),
+        other_seeds=max(compute_max_difference(one, other) for one, other in itertools.combinations(smoothed, 2)),
     )
     demo.view.log(f"noise: {noise}")
     return noise, first
@@ -156,12 +156,12 @@ def run_disturbed(demo: RolloutDemo, reference: dict[int, float], seed: int) -> 
     launcher = TrainingJobLauncher(demo, Training("disturbed", STEPS))
     launcher.start()
     run = launcher.run
-    run.until_step(1, _WAIT_SECONDS)
+    run.wait_for_step(1, _WAIT_SECONDS)
     with ServerKiller(launcher, seed) as killer:
         demo.inject_faults(run)
-        status = run.until_phase("Completed", _RUN_SECONDS)
+        status = run.wait_for_phase("Completed", _RUN_SECONDS)
     log = read_rewards(launcher.folder)
-    curve, steps = log.curve(), set(range(1, STEPS + 1))
+    curve, steps = log.compute_curve(), set(range(1, STEPS + 1))
     resized = min(fault.step for fault in demo.faults if fault.kind.startswith("resize"))
     alike = [step for step in range(1, resized + 1) if step in curve]
     waited = (status.get("goodput") or {}).get("lostSeconds") or {}
@@ -174,8 +174,10 @@ def run_disturbed(demo: RolloutDemo, reference: dict[int, float], seed: int) -> 
         steps_missing=len(steps - curve.keys()),
         updates_too_many=count_updates(launcher.folder, STEPS) - STEPS,
         unequal_repetitions=tuple(log.list_unequal_repetitions()),
-        difference_before_resize=max_difference([curve[step] for step in alike], [reference[step] for step in alike]),
-        difference=max_difference(smooth(curve), smooth(reference)),
+        difference_before_resize=compute_max_difference(
+            [curve[step] for step in alike], [reference[step] for step in alike]
+        ),
+        difference=compute_max_difference(smooth_curve(curve), smooth_curve(reference)),
         role_wait_seconds=float(waited.get("RoleWait", 0.0)),
         seconds=round(time.monotonic() - started, 1),
     )
@@ -241,7 +243,7 @@ def _measure_kill(launcher: Launcher, kind: str) -> FaultCost:
     log = read_rewards(launcher.folder)
     after = {pod["metadata"]["uid"] for pod in launcher.list_servers()}
     cost = FaultCost(
-        kind, log.longest_pause(moment - 1), log.count_recomputed(moment), whole - moment, len(before - after)
+        kind, log.find_longest_pause(moment - 1), log.count_recomputed(moment), whole - moment, len(before - after)
     )
     launcher.demo.view.log(f"{launcher.title}: {cost}")
     return cost
@@ -275,7 +277,7 @@ def rollouts(
 
 def _run(session: DemoSession, jobset: str | None, seed: int, parts: list[str]) -> Outcome:
     outcome = Outcome(report={"benchmark": "rollouts"})
-    with session.cluster() as cluster:
+    with session.run_cluster() as cluster:
         demo = RolloutDemo(cluster, session.view, session.out)
         demo.install()
         with running_jobset(demo, jobset):
@@ -284,8 +286,8 @@ def _run(session: DemoSession, jobset: str | None, seed: int, parts: list[str]) 
                 disturbed = run_disturbed(demo, reference, seed)
                 outcome.report |= {"noise": asdict(noise), "disturbed": asdict(disturbed)}
                 outcome.report["faults"] = [asdict(fault) for fault in demo.faults]
-                outcome.tables += [_table("Noise and the run with faults", asdict(noise) | asdict(disturbed))]
-                outcome.tables += [fault_table(tuple(demo.faults))]
+                outcome.tables += [_format_table("Noise and the run with faults", asdict(noise) | asdict(disturbed))]
+                outcome.tables += [format_fault_table(tuple(demo.faults))]
                 outcome.problems += _find_problems(noise, disturbed)
             if "peers" in parts:
                 costs = [measure_kills(launcher) for launcher in _list_launchers(demo, is_jobset=jobset is not None)]
@@ -319,7 +321,7 @@ def _find_problems(noise: Noise, disturbed: DisturbedRun) -> list[str]:
     return [sentence for sentence, holds in problems.items() if holds]
 
 
-def _table(title: str, figures: dict[str, Any]) -> Table:
+def _format_table(title: str, figures: dict[str, Any]) -> Table:
     table = Table(title=title, show_header=False)
     for key, value in figures.items():
         table.add_row(key.replace("_", " "), f"{value:.2g}" if isinstance(value, float) else str(value))

@@ -104,7 +104,7 @@ class RolloutDemo(Demo):
         """The folder that ranks and servers share."""
         return {"name": "data", "hostPath": {"path": str(self.out / "checkpoints")}}
 
-    def trainer_settings(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
+    def create_trainer_settings(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the steps of the program."""
         return {"steps": int(job["spec"]["program"]["command"][3])}
 
@@ -116,7 +116,7 @@ class RolloutDemo(Demo):
 
     def inject_faults(self, run: DemoJob) -> None:
         """Kill a rank twice, lose a node, and resize the role and the workers, one after the other."""
-        run.until_step(_STEPS_BETWEEN)
+        run.wait_for_step(_STEPS_BETWEEN)
         for inject in (
             self.kill_process,
             self.lose_node,
@@ -124,10 +124,10 @@ class RolloutDemo(Demo):
             self.kill_process,
         ):
             inject(run)
-            run.until_step(run.newest_step() + _STEPS_BETWEEN)
+            run.wait_for_step(run.read_newest_step() + _STEPS_BETWEEN)
         for size in (1, RANKS):
             self.resize(run, size)
-            run.until_step(run.newest_step() + _STEPS_BETWEEN)
+            run.wait_for_step(run.read_newest_step() + _STEPS_BETWEEN)
         self.scale_role(run, SERVERS)
 
     def scale_role(self, run: DemoJob, servers: int) -> None:

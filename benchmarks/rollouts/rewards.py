@@ -33,13 +33,13 @@ class RewardLog:
         """The highest step so far; 0 before the first."""
         return max((record["step"] for record in self.records), default=0)
 
-    def rewards(self) -> dict[int, list[float]]:
+    def list_rewards(self) -> dict[int, list[float]]:
         """Return the rewards of the prompts of each step, as they count."""
         return {record["step"]: record["rewards"] for record in self.records}
 
-    def curve(self) -> dict[int, float]:
+    def compute_curve(self) -> dict[int, float]:
         """Return the mean reward of each step."""
-        return {step: statistics.fmean(rewards) for step, rewards in sorted(self.rewards().items())}
+        return {step: statistics.fmean(rewards) for step, rewards in sorted(self.list_rewards().items())}
 
     def count_recomputed(self, moment: float) -> int:
         """Return how many steps of earlier starts were completed again by starts after `moment`."""
@@ -51,13 +51,13 @@ class RewardLog:
         newest = max((record["step"] for record in self.records if record["start"] <= moment), default=0)
         return any(record["start"] > moment and record["step"] > newest for record in self.records)
 
-    def longest_pause(self, moment: float) -> float:
+    def find_longest_pause(self, moment: float) -> float:
         """Return the longest time between two consecutive new steps that ended after `moment`, in seconds."""
-        times = [min(times) for _, times in sorted(self._times_by_step().items())]
+        times = [min(times) for _, times in sorted(self._group_times_by_step().items())]
         pairs = [(before, after) for before, after in itertools.pairwise(times) if after > moment]
         return max((after - before for before, after in pairs), default=0.0)
 
-    def _times_by_step(self) -> dict[int, list[float]]:
+    def _group_times_by_step(self) -> dict[int, list[float]]:
         times: dict[int, list[float]] = {}
         for record in self.records:
             times.setdefault(record["step"], []).append(record["time"])
@@ -89,14 +89,14 @@ def count_updates(folder: Path, last_step: int) -> int:
     return int(state[0]["step"])
 
 
-def smooth(curve: Mapping[int, float]) -> list[float]:
+def smooth_curve(curve: Mapping[int, float]) -> list[float]:
     """Return the mean over each `WINDOW` consecutive steps."""
     values = [curve[step] for step in sorted(curve)]
     sums = [0.0, *itertools.accumulate(values)]
     return [(sums[end] - sums[end - WINDOW]) / WINDOW for end in range(WINDOW, len(sums))]
 
 
-def max_difference(first: Sequence[float], second: Sequence[float]) -> float:
+def compute_max_difference(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the largest absolute difference of two curves; infinite for curves of different lengths."""
     if len(first) != len(second):
         return float("inf")

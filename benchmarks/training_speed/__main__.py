@@ -228,7 +228,7 @@ def _run_mode(mode: str, task: Task, options: argparse.Namespace, peer_python: s
 
 
 def _summarize(task: Task, results: list[Result]) -> dict[str, Any]:
-    speeds = [result.speed(task.tokens) for result in results]
+    speeds = [result.compute_speed(task.tokens) for result in results]
     return {
         "tokensPerSecond": round(statistics.median(speeds), 1),
         "values": [round(speed, 1) for speed in speeds],

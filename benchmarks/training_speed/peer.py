@@ -43,7 +43,7 @@ class StepTimer(transformers.TrainerCallback):
         self.ends.append(time.time())
 
 
-def _model(task: dict[str, Any]) -> torch.nn.Module:
+def _create_model(task: dict[str, Any]) -> torch.nn.Module:
     """Create the model with random weights or from a folder, with an adapter if one is trained."""
     if "weights" not in task:
         config = transformers.AutoConfig.for_model(**task["model"], use_cache=False)
@@ -66,7 +66,7 @@ def main() -> None:
     task: dict[str, Any] = json.loads(os.environ["TASK"])
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.set_seed(0)
-    model = _model(task)
+    model = _create_model(task)
     sharding: dict[str, Any] = {}
     if task["sharded"]:
         sharding = {

@@ -64,7 +64,7 @@ class Result:
     device_bytes: int
     """Peak device memory of rank 0; 0 on a CPU."""
 
-    def speed(self, tokens: int) -> float:
+    def compute_speed(self, tokens: int) -> float:
         """Return the tokens per second of the median step."""
         return tokens / statistics.median(self.seconds)
 
@@ -116,7 +116,7 @@ def _write_shape(task: Task, folder: Path) -> Path:
     """Write the `config.json` of the task's model."""
     from transformers import AutoConfig  # noqa: PLC0415 - the runs are separate processes
 
-    config = AutoConfig.for_model(**model_options(task))
+    config = AutoConfig.for_model(**create_model_options(task))
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     return folder / "config.json"
@@ -133,7 +133,7 @@ def run_trainer(task: Task, folder: Path, text: Path, overrides: Sequence[str] =
     return Result(seconds, host_bytes, int(steps[-1].get("deviceBytes") or 0))
 
 
-def model_options(task: Task) -> dict[str, Any]:
+def create_model_options(task: Task) -> dict[str, Any]:
     """Return the fields of `transformers`' configuration."""
     model = task.model
     return {
@@ -158,7 +158,7 @@ def create_base(task: Task, folder: Path, text: Path) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**model_options(task))
+    config = AutoConfig.for_model(**create_model_options(task))
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
     tokenizer = ByteLevelBPETokenizer()
     vocabulary = {"vocab_size": task.model["vocabSize"], "special_tokens": ["<|endoftext|>"]}
@@ -169,15 +169,15 @@ def create_base(task: Task, folder: Path, text: Path) -> Path:
 
 def run_peer(task: Task, folder: Path, python: str) -> Result:
     """Run `transformers.Trainer`. Raises RunFailedError."""
-    peer_task = asdict(task) | {"folder": str(folder / "run"), "model": model_options(task), "base": None}
+    peer_task = asdict(task) | {"folder": str(folder / "run"), "model": create_model_options(task), "base": None}
     if task.lora:
         lora = {"r": _LORA["rank"], "lora_alpha": _LORA["alpha"], "target_modules": _PROJECTIONS}
         peer_task |= {"weights": str(task.base), "lora": lora}
     argv = [python, str(Path(__file__).with_name("peer.py"))]
-    return peer_result(folder, run_ranks(argv, task.ranks, folder, {"TASK": json.dumps(peer_task)}))
+    return read_peer_result(folder, run_ranks(argv, task.ranks, folder, {"TASK": json.dumps(peer_task)}))
 
 
-def peer_result(folder: Path, host_bytes: int) -> Result:
+def read_peer_result(folder: Path, host_bytes: int) -> Result:
     """Read the measurements of a run of the peer in `folder`."""
     record = json.loads((folder / "rank-0.log").read_text().splitlines()[-1])
     ends: list[float] = record["ends"]

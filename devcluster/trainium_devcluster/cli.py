@@ -23,7 +23,7 @@ from trainium_contract.api_server.errors import ApiError, ClientError
 from trainium_contract.command_line import describe_usage_error
 from trainium_devcluster.binaries.command import prepare
 from trainium_devcluster.cli_fault import fault_app, node_app
-from trainium_devcluster.cluster import Cluster, node_specs, remove_leftovers
+from trainium_devcluster.cluster import Cluster, create_node_specs, remove_leftovers
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.fleet.fake_nodes import FleetShape
 from trainium_devcluster.options import (
@@ -37,8 +37,8 @@ from trainium_devcluster.options import (
     NodeTaints,
     parse_labels,
 )
-from trainium_devcluster.progress import to_stderr
-from trainium_devcluster.state import ClusterPaths, cluster_names
+from trainium_devcluster.progress import print_to_stderr
+from trainium_devcluster.state import ClusterPaths, list_cluster_names
 
 _NAME = "trainium-devcluster"
 app = typer.Typer(
@@ -80,7 +80,7 @@ def up(
     """Start a cluster and leave it running until `down`."""
     started = time.monotonic()
     count = (0 if fleet else 4) if nodes is None else nodes
-    specs = node_specs(
+    specs = create_node_specs(
         count, neuron=neuron, efa=efa, cpu=cpu, memory=memory, labels=parse_labels(label), taints=tuple(taint or ())
     )
     cluster = Cluster.start(
@@ -92,13 +92,15 @@ def up(
         kubernetes=kubernetes,
         kueue=kueue,
         detached=True,
-        report=to_stderr,
+        report=print_to_stderr,
     )
     server = cluster.ports.server
-    to_stderr(f"cluster {name} is ready after {time.monotonic() - started:.1f} s: {server}, {count + fleet} nodes")
-    to_stderr(f"  use it:     eval $(trainium-devcluster env{_suffix(name)}); kubectl get nodes")
-    to_stderr(f"  look:       trainium-devcluster status{_suffix(name)}   (logs: {cluster.paths.logs})")
-    to_stderr(f"  stop it:    trainium-devcluster down{_suffix(name)}")
+    print_to_stderr(
+        f"cluster {name} is ready after {time.monotonic() - started:.1f} s: {server}, {count + fleet} nodes"
+    )
+    print_to_stderr(f"  use it:     eval $(trainium-devcluster env{_format_suffix(name)}); kubectl get nodes")
+    print_to_stderr(f"  look:       trainium-devcluster status{_format_suffix(name)}   (logs: {cluster.paths.logs})")
+    print_to_stderr(f"  stop it:    trainium-devcluster down{_format_suffix(name)}")
 
 
 @app.command()
@@ -107,18 +109,18 @@ def down(
     every: Annotated[bool, typer.Option("--all", help="Stop every cluster of this user.")] = False,
 ) -> None:
     """Stop a cluster and remove its files."""
-    names = cluster_names() if every else [name]
+    names = list_cluster_names() if every else [name]
     for cluster_name in names:
         paths = ClusterPaths.of(cluster_name)
         if paths.is_running():
             Cluster.connect(cluster_name).stop()
             remove_leftovers(paths, even_kept=True)
-            to_stderr(f"cluster {cluster_name} is down")
+            print_to_stderr(f"cluster {cluster_name} is down")
         elif paths.root.exists():
             ended = remove_leftovers(paths, even_kept=True)
-            to_stderr(f"cluster {cluster_name} was not running; {ended} leftover processes ended, files removed")
+            print_to_stderr(f"cluster {cluster_name} was not running; {ended} leftover processes ended, files removed")
         else:
-            to_stderr(f"there is no cluster {cluster_name}")
+            print_to_stderr(f"there is no cluster {cluster_name}")
 
 
 @app.command()
@@ -127,17 +129,17 @@ def status(
 ) -> None:
     """Show the components, nodes, processes and memory of a cluster."""
     cluster = Cluster.connect(name)
-    state = cluster.status()
+    state = cluster.read_status()
     try:
-        ready = cluster.ready_nodes()
+        ready = cluster.read_node_readiness()
     except ApiError:
         ready = {}
     if as_json:
         sys.stdout.write(json.dumps({**state, "name": name, "readyNodes": ready}, indent=1) + "\n")
         return
     console = Console()
-    console.print(_status_table(name, state, ready))
-    others = [other for other in cluster_names() if other != name]
+    console.print(_format_status_table(name, state, ready))
+    others = [other for other in list_cluster_names() if other != name]
     if others:
         console.print(f"other clusters: {', '.join(others)}")
 
@@ -145,7 +147,7 @@ def status(
 @app.command()
 def env(name: Name = "trainium") -> None:
     """Print shell lines that point kubectl and helm at the cluster: eval $(trainium-devcluster env)."""
-    for key, value in Cluster.connect(name).variables().items():
+    for key, value in Cluster.connect(name).list_variables().items():
         sys.stdout.write(f"export {key}={shlex.quote(value)}\n")
 
 
@@ -158,10 +160,10 @@ def run(
     kubernetes: Kubernetes = None,
 ) -> None:
     """Start a temporary cluster, run a command with its kubectl, helm and KUBECONFIG, and stop the cluster."""
-    specs = node_specs(nodes, neuron=neuron)
-    with Cluster.start(name, specs, kubernetes=kubernetes, report=to_stderr) as cluster:
+    specs = create_node_specs(nodes, neuron=neuron)
+    with Cluster.start(name, specs, kubernetes=kubernetes, report=print_to_stderr) as cluster:
         try:
-            done = subprocess.run(command, env={**os.environ, **cluster.variables()}, check=False)
+            done = subprocess.run(command, env={**os.environ, **cluster.list_variables()}, check=False)
         except OSError as error:
             raise ClusterError(f"{command[0]!r} cannot be run: {error.strerror or error}.") from error
     raise typer.Exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
@@ -208,11 +210,11 @@ def _fail(sentence: str) -> int:
     return 1
 
 
-def _suffix(name: str) -> str:
+def _format_suffix(name: str) -> str:
     return "" if name == "trainium" else f" --name {name}"
 
 
-def _status_table(name: str, state: dict[str, Any], ready: dict[str, bool]) -> Table:
+def _format_status_table(name: str, state: dict[str, Any], ready: dict[str, bool]) -> Table:
     rows = [state["supervisor"], *state["components"].values(), *state["nodes"].values()]
     rows += [state[part] for part in ("fleet", "kueue") if state[part]]
     total = sum(row["bytes"] for row in rows) / 1e6

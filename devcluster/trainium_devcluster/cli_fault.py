@@ -10,7 +10,7 @@ from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.controlplane.components import Component  # noqa: TC001 - typer reads annotations at run time
 from trainium_devcluster.faults import Faults
 from trainium_devcluster.options import Cpu, Efa, Memory, Name, Neuron, NodeLabels, NodeTaints, parse_labels
-from trainium_devcluster.progress import to_stderr
+from trainium_devcluster.progress import print_to_stderr
 from trainium_devcluster.state import NodeSpec
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ def add_node(
     labels, taints = parse_labels(label), tuple(taint or ())
     spec = NodeSpec(name=node, neuron=neuron, efa=efa, cpu=cpu, memory=memory, labels=labels, taints=taints)
     Cluster.connect(name).add_node(spec)
-    to_stderr(f"node {node} is Ready")
+    print_to_stderr(f"node {node} is Ready")
 
 
 @node_app.command("remove")
 def remove_node(node: NodeName, name: Name = "trainium") -> None:
     """Shut a node down gracefully and delete its Node object."""
     Cluster.connect(name).remove_node(node)
-    to_stderr(f"node {node} is removed")
+    print_to_stderr(f"node {node} is removed")
 
 
 def _add_node_fault(command: str, inject: Callable[[Faults, str], None], text: str, outcome: str) -> None:
@@ -57,7 +57,7 @@ def _add_node_fault(command: str, inject: Callable[[Faults, str], None], text: s
     @fault_app.command(command, help=text)
     def run(node: NodeName, name: Name = "trainium") -> None:
         inject(Cluster.connect(name).faults, node)
-        to_stderr(outcome.format(node=node))
+        print_to_stderr(outcome.format(node=node))
 
 
 _add_node_fault(
@@ -87,7 +87,7 @@ def slow_node(
 ) -> None:
     """Let the pods of a node run only a share of the time."""
     Cluster.connect(name).faults.slow_node(node, share)
-    to_stderr(f"node {node} runs {share:.0%} of the time")
+    print_to_stderr(f"node {node} runs {share:.0%} of the time")
 
 
 _add_node_fault(
@@ -111,7 +111,7 @@ def set_condition(
 ) -> None:
     """Set a condition of the Node object, as a health monitor does."""
     Cluster.connect(name).faults.set_condition(node, kind, status, reason, message)
-    to_stderr(f"node {node}: {kind}={status}")
+    print_to_stderr(f"node {node}: {kind}={status}")
 
 
 @fault_app.command("clear-condition")
@@ -122,7 +122,7 @@ def clear_condition(
 ) -> None:
     """Clear a condition that `set-condition` set."""
     Cluster.connect(name).faults.clear_condition(node, kind)
-    to_stderr(f"node {node}: {kind} cleared")
+    print_to_stderr(f"node {node}: {kind} cleared")
 
 
 @fault_app.command("kill-container")
@@ -139,7 +139,7 @@ def kill_container(
 ) -> None:
     """Signal a container's main process, or one process in it."""
     Cluster.connect(name).faults.kill_container(namespace, pod, container, signal=signal, match=match)
-    to_stderr(f"signal {signal} sent in pod {namespace}/{pod}")
+    print_to_stderr(f"signal {signal} sent in pod {namespace}/{pod}")
 
 
 @fault_app.command("freeze-container")
@@ -148,7 +148,7 @@ def freeze_container(
 ) -> None:
     """Freeze all processes of a container."""
     Cluster.connect(name).faults.freeze_container(namespace, pod, container)
-    to_stderr(f"pod {namespace}/{pod} is frozen")
+    print_to_stderr(f"pod {namespace}/{pod} is frozen")
 
 
 @fault_app.command("thaw-container")
@@ -157,25 +157,25 @@ def thaw_container(
 ) -> None:
     """Let a frozen container continue."""
     Cluster.connect(name).faults.thaw_container(namespace, pod, container)
-    to_stderr(f"pod {namespace}/{pod} continues")
+    print_to_stderr(f"pod {namespace}/{pod} continues")
 
 
 @fault_app.command("stop-component")
 def stop_component(component: Component, name: Name = "trainium") -> None:
     """Kill a component of the control plane and do not restart it."""
     Cluster.connect(name).faults.stop(component, seconds=0.0)
-    to_stderr(f"{component} is stopped; start it again with: fault start-component {component}")
+    print_to_stderr(f"{component} is stopped; start it again with: fault start-component {component}")
 
 
 @fault_app.command("start-component")
 def start_component(component: Component, name: Name = "trainium") -> None:
     """Start a component of the control plane again and wait until it is ready."""
     Cluster.connect(name).faults.start(component)
-    to_stderr(f"{component} is ready")
+    print_to_stderr(f"{component} is ready")
 
 
 @fault_app.command("restart-apiserver")
 def restart_apiserver(name: Name = "trainium") -> None:
     """Kill the API server and start it again at the same address."""
     Cluster.connect(name).faults.restart_apiserver()
-    to_stderr("the API server is ready")
+    print_to_stderr("the API server is ready")

@@ -133,7 +133,7 @@ class Cluster(ClusterHandle):
         supervisor: ProcessId | None = None
         if self.paths.is_running():
             with contextlib.suppress(ClusterError):
-                supervisor = identify(self.status()["supervisor"]["pid"])
+                supervisor = identify(self.read_status()["supervisor"]["pid"])
                 self.request_supervisor({"op": "down"}, timeout=30.0)
         if self._owner is not None:
             if self._owner.stdin is not None:
@@ -159,27 +159,29 @@ class Cluster(ClusterHandle):
         """The administrator's kubeconfig."""
         return self.paths.kubeconfig
 
-    def variables(self) -> dict[str, str]:
+    def list_variables(self) -> dict[str, str]:
         """Return the variables that `env` exports: KUBECONFIG, and a PATH with kubectl and helm."""
         path = os.environ.get("PATH", "/usr/bin:/bin")
         return {"KUBECONFIG": str(self.kubeconfig), "PATH": f"{self.binaries.folder}:{path}"}
 
     def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True, timeout: float = 60.0) -> str:
         """Run kubectl and return its standard output; raises ClusterError with its message unless `check` is false."""
-        return self._tool(Program.KUBECTL, arguments, stdin, check=check, timeout=timeout)
+        return self._run_tool(Program.KUBECTL, arguments, stdin, check=check, timeout=timeout)
 
     def helm(self, *arguments: str, stdin: str | None = None, check: bool = True, timeout: float = 180.0) -> str:
         """Run helm and return its standard output; raises ClusterError with its message unless `check` is false."""
-        return self._tool(Program.HELM, arguments, stdin, check=check, timeout=timeout)
+        return self._run_tool(Program.HELM, arguments, stdin, check=check, timeout=timeout)
 
-    def _tool(self, tool: Program, arguments: Iterable[str], stdin: str | None, *, check: bool, timeout: float) -> str:
-        command = [str(self.binaries.path(tool)), *arguments]
+    def _run_tool(
+        self, tool: Program, arguments: Iterable[str], stdin: str | None, *, check: bool, timeout: float
+    ) -> str:
+        command = [str(self.binaries.find_path(tool)), *arguments]
         shown = " ".join([tool, *command[1:]])
         try:
             done = subprocess.run(
                 command,
                 input=stdin if stdin is not None else "",
-                env={**os.environ, **self.variables()},
+                env={**os.environ, **self.list_variables()},
                 capture_output=True,
                 text=True,
                 check=False,
@@ -206,7 +208,7 @@ class Cluster(ClusterHandle):
         self.request_supervisor({"op": "delete-node", "node": node})
         self.api.delete(f"/api/v1/nodes/{node}")
 
-    def ready_nodes(self) -> dict[str, bool]:
+    def read_node_readiness(self) -> dict[str, bool]:
         """Return for each Node object whether it is Ready."""
         return {item["metadata"]["name"]: is_ready(item) for item in self.api.get("/api/v1/nodes")["items"]}
 
@@ -217,7 +219,7 @@ class Cluster(ClusterHandle):
         while True:
             states: Mapping[str, bool] = {}
             with contextlib.suppress(ApiError):
-                states = self.ready_nodes()
+                states = self.read_node_readiness()
             late = sorted(name for name in expected if states.get(name, False) is not ready)
             if not late:
                 return
@@ -231,7 +233,7 @@ class Cluster(ClusterHandle):
             time.sleep(0.1)
 
     def _check_nodes(self, names: Iterable[str]) -> None:
-        nodes = self.status()["nodes"]
+        nodes = self.read_status()["nodes"]
         for name in names:
             if name in nodes and nodes[name]["code"] is not None:
                 log = self.paths.logs / f"node-{name}.log"
@@ -240,22 +242,22 @@ class Cluster(ClusterHandle):
                 raise ClusterError(f"Node {name!r} ended with code {nodes[name]['code']}; {log} ends: {last}")
 
 
-def node_specs(count: int, *, prefix: str = "node", **fields: Any) -> list[NodeSpec]:
+def create_node_specs(count: int, *, prefix: str = "node", **fields: Any) -> list[NodeSpec]:
     """Return `count` equal nodes named `<prefix>-1` and so on; `fields` are arguments of NodeSpec."""
     if count < 0:
         raise ClusterError(f"A cluster cannot have {count} nodes; use 0 or more.")
     return [NodeSpec(name=f"{prefix}-{index}", **fields) for index in range(1, count + 1)]
 
 
-def system_node() -> NodeSpec:
-    """Return a node without devices for pods that select it, as `system_values` does."""
+def create_system_node() -> NodeSpec:
+    """Return a node without devices for pods that select it, as `create_system_values` does."""
     return NodeSpec(
         name="system", neuron=0, efa=0, cpu="2", memory="4Gi",
         labels=dict([_SYSTEM]), taints=(f"{'='.join(_SYSTEM)}:NoSchedule",),
     )  # fmt: skip
 
 
-def system_values() -> dict[str, Any]:
+def create_system_values() -> dict[str, Any]:
     """Return chart values that place the pods on the system node, away from the nodes with injected faults."""
     key, value = _SYSTEM
     return {

@@ -23,14 +23,14 @@ class PretrainDemo(Demo):
     def inject_faults(self, run: DemoJob) -> None:
         """Kill a process, power a node off, and resize the job twice."""
         kill_at, loss_at, shrink_at, grow_at = (round(run.steps * share) for share in (0.1, 0.2, 0.6, 0.8))
-        run.until_step(kill_at)
+        run.wait_for_step(kill_at)
         self.kill_process(run)
-        run.until_step(loss_at)
+        run.wait_for_step(loss_at)
         self.lose_node(run)
-        run.until("a new warm spare", lambda status: status.get("spares", 0) >= 1)
-        run.until_step(shrink_at)
+        run.wait_until("a new warm spare", lambda status: status.get("spares", 0) >= 1)
+        run.wait_for_step(shrink_at)
         self.resize(run, 3)
-        run.until_step(grow_at)
+        run.wait_for_step(grow_at)
         self.resize(run, 4)
 
 

@@ -51,26 +51,26 @@ class Faults:
         """Limit the containers of a node to this share of the time; 1 is full speed."""
         if not 0 < share <= 1:
             raise ClusterError(f"A node cannot run {share:g} of the time; give a share above 0 and up to 1.")
-        self._node(node, {"op": "slow", "factor": share})
+        self._send_to_node(node, {"op": "slow", "factor": share})
 
     def partition_node(self, node: str) -> None:
         """Partition a node: it continues to run, but has no connection to or from the API server."""
-        self._node(node, {"op": "partition", "on": True})
+        self._send_to_node(node, {"op": "partition", "on": True})
 
     def heal_node(self, node: str) -> None:
         """Revert `partition_node`."""
-        self._node(node, {"op": "partition", "on": False})
+        self._send_to_node(node, {"op": "partition", "on": False})
 
     def set_condition(self, node: str, kind: str, status: str, reason: str, message: str = "") -> None:
         """Set a condition of the Node object, as a health monitor does; it stays until `clear_condition`."""
         if status not in {"True", "False", "Unknown"}:
             raise ClusterError(f"The status of a condition is True, False or Unknown, not {status!r}.")
         fields = {"type": kind, "status": status, "reason": reason, "message": message}
-        self._node(node, {"op": "set-condition", **fields})
+        self._send_to_node(node, {"op": "set-condition", **fields})
 
     def clear_condition(self, node: str, kind: str) -> None:
         """Clear a condition that `set_condition` set."""
-        self._node(node, {"op": "clear-condition", "type": kind})
+        self._send_to_node(node, {"op": "clear-condition", "type": kind})
 
     # --- processes of a pod ------------------------------------------------------------------------------------------
 
@@ -84,15 +84,15 @@ class Faults:
         match: str | None = None,
     ) -> None:
         """Signal a container's main process, or its first process whose command line matches a regular expression."""
-        self._container("kill-container", namespace, pod, container, signal=int(signal), match=match)
+        self._send_to_container("kill-container", namespace, pod, container, signal=int(signal), match=match)
 
     def freeze_container(self, namespace: str, pod: str, container: str | None = None) -> None:
         """Freeze all processes of a container."""
-        self._container("freeze-container", namespace, pod, container)
+        self._send_to_container("freeze-container", namespace, pod, container)
 
     def thaw_container(self, namespace: str, pod: str, container: str | None = None) -> None:
         """Let a frozen container continue."""
-        self._container("thaw-container", namespace, pod, container)
+        self._send_to_container("thaw-container", namespace, pod, container)
 
     # --- control plane -----------------------------------------------------------------------------------------------
 
@@ -115,14 +115,18 @@ class Faults:
         self.stop(Component.APISERVER, seconds=0)
         self.start(Component.APISERVER)
 
-    def _node(self, node: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _send_to_node(self, node: str, message: Mapping[str, Any]) -> dict[str, Any]:
         self._cluster.check_node(node)
-        return request(self._cluster.paths.node_socket(node), message, timeout=30.0)
+        return request(self._cluster.paths.find_node_socket(node), message, timeout=30.0)
 
-    def _container(self, operation: str, namespace: str, pod: str, container: str | None, **more: object) -> None:
+    def _send_to_container(
+        self, operation: str, namespace: str, pod: str, container: str | None, **more: object
+    ) -> None:
         document = self._cluster.api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
         node = document.get("spec", {}).get("nodeName")
         if not node:
             raise ClusterError(f"Pod {namespace}/{pod} is not on a node yet, so it has no processes.")
         fields = {"namespace": namespace, "pod": pod, "container": container, **more}
-        self._node(str(node), {"op": operation, **{key: value for key, value in fields.items() if value is not None}})
+        self._send_to_node(
+            str(node), {"op": operation, **{key: value for key, value in fields.items() if value is not None}}
+        )

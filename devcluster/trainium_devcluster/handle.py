@@ -40,20 +40,20 @@ class ClusterHandle:
     def api(self) -> ApiClient:
         """A client of the API server with the administrator's rights."""
         if self._api is None:
-            self._api = components.admin_client(self.paths, self.ports.apiserver)
+            self._api = components.create_admin_client(self.paths, self.ports.apiserver)
         return self._api
 
     def request_supervisor(self, message: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
         """Send a request to the supervisor and return its response."""
         return request(self.paths.control_socket, message, timeout)
 
-    def status(self) -> dict[str, Any]:
+    def read_status(self) -> dict[str, Any]:
         """Return the supervisor's view: components, nodes, pids, memory in bytes."""
         return self.request_supervisor({"op": "status"})
 
     def check_node(self, node: str) -> None:
         """Raise ClusterError unless the cluster has this node."""
-        nodes = self.status()["nodes"]
+        nodes = self.read_status()["nodes"]
         if node not in nodes:
             raise ClusterError(
                 f"Cluster {self.name!r} has no node {node!r}; its nodes: {', '.join(sorted(nodes)) or 'none'}."

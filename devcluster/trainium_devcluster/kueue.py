@@ -18,7 +18,7 @@ import yaml
 
 from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.binaries import KUEUE_PROGRAMS, Program, ensure_binaries
-from trainium_devcluster.controlplane.components import HOST, free_ports
+from trainium_devcluster.controlplane.components import HOST, find_free_ports
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -45,30 +45,30 @@ _ADMISSION = "/apis/admissionregistration.k8s.io/v1"
 def install_kueue(cluster: ClusterHandle, *, report: ReportProgress) -> None:
     """Install and start Kueue. Raises ClusterError."""
     binaries = ensure_binaries(programs=KUEUE_PROGRAMS, report=report)
-    port, health = free_ports(2)
+    port, health = find_free_ports(2)
     manifests = binaries.folder / "components"
     report("starting Kueue")
     api = cluster.api
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
     api.create("/api/v1/namespaces", namespace, exists_ok=True)
-    for kind, document in _service_objects(port):
+    for kind, document in _build_service_objects(port):
         api.create(f"/api/v1/namespaces/{NAMESPACE}/{kind}", document, exists_ok=True)
-    for definition in _definitions(manifests, port):
+    for definition in _read_definitions(manifests, port):
         api.create(_DEFINITIONS, definition, exists_ok=True)
-    for webhooks in _webhooks(manifests, port):
+    for webhooks in _read_webhooks(manifests, port):
         api.create(f"{_ADMISSION}/{webhooks['kind'].lower()}s", webhooks, exists_ok=True)
     certificates = cluster.paths.root / "kueue-certificates"
     configuration = cluster.paths.root / "kueue.yaml"
-    configuration.write_text(yaml.safe_dump(_configuration(certificates, port, health)))
+    configuration.write_text(yaml.safe_dump(_build_configuration(certificates, port, health)))
     cluster.request_supervisor(
-        {"op": "start-kueue", "program": str(binaries.path(Program.KUEUE)), "configuration": str(configuration)}
+        {"op": "start-kueue", "program": str(binaries.find_path(Program.KUEUE)), "configuration": str(configuration)}
     )
     deadline = time.monotonic() + _READY_SECONDS
     _wait_until(cluster, deadline, lambda: _write_certificates(cluster, certificates), "its certificates")
     _wait_until(cluster, deadline, lambda: _is_webhook_ready(cluster), "its webhooks")
 
 
-def _configuration(certificates: Path, port: int, health: int) -> dict[str, Any]:
+def _build_configuration(certificates: Path, port: int, health: int) -> dict[str, Any]:
     return {
         "apiVersion": "config.kueue.x-k8s.io/v1beta2",
         "kind": "Configuration",
@@ -84,14 +84,14 @@ def _configuration(certificates: Path, port: int, health: int) -> dict[str, Any]
     }
 
 
-def _service_objects(port: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _build_service_objects(port: int) -> Iterator[tuple[str, dict[str, Any]]]:
     metadata = {"namespace": NAMESPACE}
     yield "secrets", {"apiVersion": "v1", "kind": "Secret", "metadata": {**metadata, "name": _SECRET}}
     spec = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]}
     yield "services", {"apiVersion": "v1", "kind": "Service", "metadata": {**metadata, "name": _SERVICE}, "spec": spec}
 
 
-def _definitions(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
+def _read_definitions(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
     for path in sorted((manifests / "crd" / "bases").glob(f"{_GROUP}_*.yaml")):
         definition = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506 - the C loader of safe_load
         if definition["spec"]["names"]["plural"] in _CONVERTED_KINDS:
@@ -101,7 +101,7 @@ def _definitions(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
         yield definition
 
 
-def _webhooks(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
+def _read_webhooks(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
     """Return the webhooks of Kueue's own objects, without those of the workloads that it could manage."""
     for document in yaml.safe_load_all((manifests / "webhook" / "manifests.yaml").read_text()):
         webhooks = [

@@ -52,7 +52,7 @@ class ProgramDemo(Demo):
         program["checkpoints"]["path"] = folder
         return job
 
-    def trainer_settings(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
+    def create_trainer_settings(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the epochs of the program and its batch."""
         program = job["spec"]["program"]
         arguments = program["args"]
@@ -60,17 +60,17 @@ class ProgramDemo(Demo):
 
     def inject_faults(self, run: DemoJob) -> None:
         """Kill a process twice, power a node off, and resize the job twice, in the second epoch."""
-        run.until_step(run.steps // run.trainer["epochs"] + _STEPS_BETWEEN)
+        run.wait_for_step(run.steps // run.trainer["epochs"] + _STEPS_BETWEEN)
         for inject in (self.kill_process, self.lose_node, self.kill_process):
             inject(run)
-            run.until_step(run.newest_step() + _STEPS_BETWEEN)
+            run.wait_for_step(run.read_newest_step() + _STEPS_BETWEEN)
         for size in (1, 2):
             self.resize(run, size)
-            run.until_step(run.newest_step() + _STEPS_BETWEEN)
+            run.wait_for_step(run.read_newest_step() + _STEPS_BETWEEN)
 
     def check_samples(self, run: DemoJob, reference: DemoJob) -> bool:
         """Return whether each step had the same samples in both runs."""
-        return read_ledger(run.folder).samples_by_step() == read_ledger(reference.folder).samples_by_step()
+        return read_ledger(run.folder).group_samples_by_step() == read_ledger(reference.folder).group_samples_by_step()
 
 
 def program(*, keep: Keep = False, out: Out = Path("out/program"), name: Name = None) -> None:

@@ -25,7 +25,7 @@ _LONGEST_INTERVALS = 6
 """Longest interval in a log, in intervals of a terminal."""
 
 
-def to_stderr(line: str) -> None:
+def print_to_stderr(line: str) -> None:
     """Print a line on standard error, because standard output is for results."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
@@ -35,7 +35,7 @@ def ignore_progress(_line: str) -> None:
     """Print nothing."""
 
 
-def _nothing() -> str:
+def _ignore() -> str:
     return ""
 
 
@@ -55,7 +55,7 @@ class ProgressLines:
     """Numbers the steps of a task: `[3/6] building helm ... 40 s, 120 of 900 packages; then kwok`."""
 
     def __init__(
-        self, total: int, report: ReportProgress = to_stderr, interval_seconds: float = REPORT_INTERVAL_SECONDS
+        self, total: int, report: ReportProgress = print_to_stderr, interval_seconds: float = REPORT_INTERVAL_SECONDS
     ) -> None:
         self._total = total
         self._report = report
@@ -68,7 +68,7 @@ class ProgressLines:
         self._report(line)
 
     @contextlib.contextmanager
-    def step(self, label: str, *, describe_progress: Callable[[], str] = _nothing, then: str = "") -> Iterator[None]:
+    def step(self, label: str, *, describe_progress: Callable[[], str] = _ignore, then: str = "") -> Iterator[None]:
         """Time a step and report it while it runs; a step that raises is not reported as done.
 
         `describe_progress` returns the progress of the step, `then` names the steps after it; both may be empty.

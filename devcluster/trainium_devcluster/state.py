@@ -86,13 +86,13 @@ class ClusterSpec:
     def from_json(cls, text: str) -> ClusterSpec:
         """Decode the text of `to_json`."""
         fields: dict[str, Any] = json.loads(text)
-        nodes = tuple(node_from_fields(node) for node in fields.pop("nodes"))
+        nodes = tuple(parse_node(node) for node in fields.pop("nodes"))
         for name in ("apiserver_args", "controller_manager_args", "scheduler_args"):
             fields[name] = tuple(fields[name])
         return cls(nodes=nodes, **fields)
 
 
-def node_from_fields(fields: Mapping[str, Any]) -> NodeSpec:
+def parse_node(fields: Mapping[str, Any]) -> NodeSpec:
     """Create a node from the fields of its JSON form."""
     return NodeSpec(**{**fields, "taints": tuple(fields.get("taints", ()))})
 
@@ -107,7 +107,7 @@ class ClusterPaths:
     def of(cls, name: str) -> ClusterPaths:
         """Return the paths of the cluster with this name."""
         check_name(name, "cluster")
-        return cls(clusters_folder() / name)
+        return cls(find_clusters_folder() / name)
 
     @property
     def name(self) -> str:
@@ -152,22 +152,22 @@ class ClusterPaths:
     @property
     def control_socket(self) -> Path:
         """The socket of the supervisor."""
-        return short_socket_path(self.root / "supervisor.sock")
+        return shorten_socket_path(self.root / "supervisor.sock")
 
     @property
     def keep(self) -> Path:
         """An empty file; if it exists, the folder outlives the cluster."""
         return self.root / "keep"
 
-    def node(self, name: str) -> Path:
+    def find_node_folder(self, name: str) -> Path:
         """Return the folder of a node."""
         return self.root / "nodes" / name
 
-    def node_socket(self, name: str) -> Path:
+    def find_node_socket(self, name: str) -> Path:
         """Return the socket of a node for fault commands."""
-        return short_socket_path(self.node(name) / "control.sock")
+        return shorten_socket_path(self.find_node_folder(name) / "control.sock")
 
-    def marker(self, node: str) -> str:
+    def format_marker(self, node: str) -> str:
         """Return the value of the marker variable for the processes of a node."""
         return f"{self.root}/{node}"
 
@@ -187,15 +187,15 @@ class ClusterPaths:
             os.close(descriptor)
 
 
-def clusters_folder() -> Path:
+def find_clusters_folder() -> Path:
     """Return the folder of all clusters of this user, below XDG_STATE_HOME or ~/.local/state."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser().absolute() / "trainium-devcluster"
 
 
-def cluster_names() -> list[str]:
+def list_cluster_names() -> list[str]:
     """Return the names of the clusters that have a folder, running or not."""
-    folder = clusters_folder()
+    folder = find_clusters_folder()
     if not folder.is_dir():
         return []
     return sorted(entry.name for entry in folder.iterdir() if (entry / "spec.json").is_file())
@@ -210,7 +210,7 @@ def check_name(name: str, what: str) -> None:
         )
 
 
-def short_socket_path(path: Path) -> Path:
+def shorten_socket_path(path: Path) -> Path:
     """Return `path`, or a path in the temporary folder if it is too long for a Unix socket."""
     if len(os.fsencode(path)) <= _SOCKET_PATH_LIMIT:
         return path

@@ -32,9 +32,9 @@ from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.nodepool.pool import NodePool
 from trainium_devcluster.processes.children import Child, Children
 from trainium_devcluster.processes.cleanup import remove_folder
-from trainium_devcluster.processes.process_tree import kill_tree, resident_bytes
+from trainium_devcluster.processes.process_tree import kill_tree, read_resident_bytes
 from trainium_devcluster.processes.syscalls import become_subreaper
-from trainium_devcluster.state import MARKER, ClusterPaths, ClusterSpec, node_from_fields
+from trainium_devcluster.state import MARKER, ClusterPaths, ClusterSpec, parse_node
 
 logger = logging.getLogger("supervisor")
 
@@ -114,10 +114,10 @@ class ClusterSupervisor:
             components.prepare(self._paths, self._ports)
             self._start_component(Component.ETCD)
             # An API server that finds no etcd retries only after a second.
-            await self._until(lambda: components.listens(self._ports.etcd), "etcd did not listen")
+            await self._wait_until(lambda: components.is_listening(self._ports.etcd), "etcd did not listen")
             phase("etcd")
             self._start_component(Component.APISERVER)
-            await self._until_ready(Component.APISERVER)
+            await self._wait_until_ready(Component.APISERVER)
             phase("apiserver")
             # Not earlier: without the API server's first roles the controller manager fails.
             self._start_component(Component.CONTROLLER_MANAGER)
@@ -125,11 +125,13 @@ class ClusterSupervisor:
             await asyncio.to_thread(self._bootstrap)
             for node in self._spec.nodes:
                 self._nodes.add(node)
-            await self._until_ready(Component.CONTROLLER_MANAGER)
+            await self._wait_until_ready(Component.CONTROLLER_MANAGER)
             phase("controller-manager")
-            await self._until_ready(Component.SCHEDULER)
+            await self._wait_until_ready(Component.SCHEDULER)
             phase("scheduler")
-            await self._until(self._has_default_account, "The controller manager created no default ServiceAccount")
+            await self._wait_until(
+                self._has_default_account, "The controller manager created no default ServiceAccount"
+            )
             phase("ready")
         except (ClientError, ClusterError, OSError) as error:
             logger.exception("start failed")
@@ -138,24 +140,24 @@ class ClusterSupervisor:
             self._started.set()
 
     def _bootstrap(self) -> None:
-        with components.admin_client(self._paths, self._ports.apiserver) as client:
+        with components.create_admin_client(self._paths, self._ports.apiserver) as client:
             bootstrap(client)
 
     def _has_default_account(self) -> bool:
         try:
-            with components.admin_client(self._paths, self._ports.apiserver) as client:
+            with components.create_admin_client(self._paths, self._ports.apiserver) as client:
                 client.get("/api/v1/namespaces/default/serviceaccounts/default")
         except ApiError:
             return False
         return True
 
-    async def _until_ready(self, component: Component) -> None:
+    async def _wait_until_ready(self, component: Component) -> None:
         def ready() -> bool:
             return components.is_ready(component, self._paths, self._ports)
 
-        await self._until(ready, f"{component} was not ready; see {self._log(component)}")
+        await self._wait_until(ready, f"{component} was not ready; see {self._log(component)}")
 
-    async def _until(self, condition: Callable[[], bool], failure: str) -> None:
+    async def _wait_until(self, condition: Callable[[], bool], failure: str) -> None:
         deadline = time.monotonic() + START_SECONDS
         while not await asyncio.to_thread(condition):
             self._check_components()
@@ -168,7 +170,7 @@ class ClusterSupervisor:
         for component, child in self._components.items():
             if child.code is not None and component not in self._stopped:
                 log = self._log(component)
-                last = _last_line(log)
+                last = _read_last_line(log)
                 raise ClusterError(f"{component} ended with code {child.code} while it started; {log} ends: {last}")
 
     async def _shut_down(self) -> None:
@@ -186,7 +188,7 @@ class ClusterSupervisor:
 
     def _start_component(self, component: Component) -> None:
         self._stopped.discard(component)
-        flags = components.arguments(component, self._spec, self._paths, self._ports)
+        flags = components.list_arguments(component, self._spec, self._paths, self._ports)
         environment = {"GOGC": _GO_COLLECTOR_PERCENT, **os.environ}
         child = self._children.start(component, [str(self._binaries / component), *flags], environment)
         self._components[component] = child
@@ -234,7 +236,7 @@ class ClusterSupervisor:
                     raise ClusterError(self._failure)
                 return {"phases": self._phases}
             case "status":
-                return self._status()
+                return self._build_status()
             case "down":
                 self._ending.set()
                 await self._ended.wait()
@@ -257,7 +259,7 @@ class ClusterSupervisor:
     async def _handle_node(self, operation: str, message: Message) -> None:
         match operation:
             case "add-node":
-                self._nodes.add(node_from_fields(message["node"]))
+                self._nodes.add(parse_node(message["node"]))
             case "start-node":
                 self._nodes.start(message["node"])
             case "kill-node":
@@ -273,19 +275,19 @@ class ClusterSupervisor:
             case _:
                 raise ClusterError(f"The supervisor knows no operation {operation!r}.")
 
-    def _program_status(self, name: str) -> Answer | None:
+    def _build_program_status(self, name: str) -> Answer | None:
         child = self._programs.get(name)
-        return None if child is None else child.status_row("running" if child.pid else "ended")
+        return None if child is None else child.build_status_row("running" if child.pid else "ended")
 
-    def _status(self) -> Answer:
+    def _build_status(self) -> Answer:
         components = {
             component.value: {
-                **child.status_row("running" if child.code is None else "stopped"),
+                **child.build_status_row("running" if child.code is None else "stopped"),
                 "restarts": self._restarts[component],
             }
             for component, child in self._components.items()
         }
-        own = {"pid": os.getpid(), "state": "running", "code": None, "bytes": resident_bytes(os.getpid())}
+        own = {"pid": os.getpid(), "state": "running", "code": None, "bytes": read_resident_bytes(os.getpid())}
         return {
             "ready": self._started.is_set() and self._failure is None,
             "failure": self._failure,
@@ -293,9 +295,9 @@ class ClusterSupervisor:
             "server": self._ports.server,
             "supervisor": own,
             "components": components,
-            "fleet": self._program_status("kwok"),
-            "kueue": self._program_status("kueue"),
-            "nodes": self._nodes.status_by_node(),
+            "fleet": self._build_program_status("kwok"),
+            "kueue": self._build_program_status("kueue"),
+            "nodes": self._nodes.read_status(),
         }
 
 
@@ -333,7 +335,7 @@ def _lock(paths: ClusterPaths) -> TextIO:
     return file
 
 
-def _last_line(log: Path) -> str:
+def _read_last_line(log: Path) -> str:
     """Return the last line that reports an error, else the last."""
     with contextlib.suppress(OSError):
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]

@@ -57,13 +57,13 @@ def classify_lines(text: str) -> list[tuple[str, bool]]:
     return lines
 
 
-def links(text: str) -> list[str]:
+def find_links(text: str) -> list[str]:
     """Return the targets of a page's links and images, in order."""
     prose = [line for line, is_prose in classify_lines(text) if is_prose]
     return [match["target"] for line in prose for match in _LINK.finditer(line) if match["target"]]
 
 
-def heading_anchors(text: str) -> list[str]:
+def find_heading_anchors(text: str) -> list[str]:
     """Return the anchors of a page, as on GitHub and the site."""
     anchors = []
     for line, is_prose in classify_lines(text):
@@ -105,7 +105,7 @@ def add_field_anchors(text: str) -> str:
     return "".join(lines)
 
 
-def site_path(root: Path, path: str) -> str:
+def find_site_path(root: Path, path: str) -> str:
     """Return the path on the site of a file or folder of the repository."""
     if path in ROOT_PAGES:
         return ROOT_PAGES[path]
@@ -129,7 +129,7 @@ def resolve_link(root: Path, page: str, target: str) -> tuple[str, str]:
 
 def rewrite_links(root: Path, page: str, text: str) -> tuple[str, set[str]]:
     """Rewrite the links of a page for the site; return its text and its targets that are not pages."""
-    site_folder = str(PurePosixPath(site_path(root, page)).parent)
+    site_folder = str(PurePosixPath(find_site_path(root, page)).parent)
     non_page_targets = set()
 
     def rewrite(match: re.Match[str]) -> str:
@@ -139,7 +139,7 @@ def rewrite_links(root: Path, page: str, text: str) -> tuple[str, set[str]]:
         path, anchor = resolve_link(root, page, target)
         if not path.startswith(f"{DOCS}/") and path not in ROOT_PAGES:
             non_page_targets.add(path)
-        return f"]({relpath(site_path(root, path), site_folder)}{'#' + anchor if anchor else ''})"
+        return f"]({relpath(find_site_path(root, path), site_folder)}{'#' + anchor if anchor else ''})"
 
     lines = [_LINK.sub(rewrite, line) if is_prose else line for line, is_prose in classify_lines(text)]
     return "".join(lines), non_page_targets
@@ -175,13 +175,13 @@ def write_site(root: Path, folder: Path) -> None:
         non_page_targets |= targets
         text = indent_lists(add_field_anchors(text) if page == FIELDS_PAGE else text)
         is_behind = page.startswith(f"{DECISIONS}/") or page == "CHANGELOG.md"
-        _write(folder / site_path(root, page), (_BEHIND_PAGES if is_behind else "") + text)
+        _write(folder / find_site_path(root, page), (_BEHIND_PAGES if is_behind else "") + text)
     _write(folder / "decisions/index.md", _BEHIND_PAGES + render_decisions(root))
     for path in sorted(non_page_targets):
         children = sorted((root / path).iterdir()) if (root / path).is_dir() else []
         files = [f"{path}/{child.name}" for child in children if child.is_file()]
         for shown in (path, *files):
-            _write(folder / site_path(root, shown), _BEHIND_PAGES + render_file(root, shown))
+            _write(folder / find_site_path(root, shown), _BEHIND_PAGES + render_file(root, shown))
 
 
 def _write(path: Path, text: str) -> None:

@@ -37,7 +37,7 @@ def is_alive(pid: int) -> bool:
 
 
 def pids(cluster: Cluster) -> list[int]:
-    state = cluster.status()
+    state = cluster.read_status()
     return [state["supervisor"]["pid"], *(row["pid"] for row in state["components"].values())]
 
 
@@ -85,7 +85,7 @@ def run_command(*arguments: str, name: str, code: int = 0) -> subprocess.Complet
 
 
 def test_components_are_ready_and_default_objects_exist(cluster: Cluster) -> None:
-    state = cluster.status()
+    state = cluster.read_status()
     assert state["ready"]
     assert sorted(state["components"]) == sorted(Component)
     assert cluster.kubectl("get", "--raw", "/readyz") == "ok"
@@ -167,22 +167,22 @@ def test_a_node_cannot_write_another_node(cluster: Cluster) -> None:
 
 
 def test_a_restarted_api_server_keeps_address_and_data(cluster: Cluster) -> None:
-    before = cluster.status()["components"][Component.APISERVER]["pid"]
+    before = cluster.read_status()["components"][Component.APISERVER]["pid"]
     cluster.kubectl("create", "configmap", "kept", "--from-literal=a=b")
     cluster.faults.stop(Component.APISERVER, seconds=0)
     with pytest.raises(ClusterError, match="refused"):
         cluster.kubectl("get", "configmap", "kept")
-    assert cluster.status()["components"][Component.APISERVER]["state"] == "stopped"
+    assert cluster.read_status()["components"][Component.APISERVER]["state"] == "stopped"
     assert "is ready" in run_command("fault", "restart-apiserver", name="owned").stderr
     assert cluster.kubectl("get", "configmap", "kept", "-o", "jsonpath={.data.a}") == "b"
-    assert cluster.status()["components"][Component.APISERVER]["pid"] != before
+    assert cluster.read_status()["components"][Component.APISERVER]["pid"] != before
 
 
 def test_a_crashed_component_is_restarted(cluster: Cluster) -> None:
-    before = cluster.status()["components"][Component.SCHEDULER]
+    before = cluster.read_status()["components"][Component.SCHEDULER]
     os.kill(before["pid"], signal.SIGKILL)
     until(
-        lambda: cluster.status()["components"][Component.SCHEDULER]["restarts"] == before["restarts"] + 1,
+        lambda: cluster.read_status()["components"][Component.SCHEDULER]["restarts"] == before["restarts"] + 1,
         "the scheduler is started again",
     )
     cluster.wait_for_component(Component.SCHEDULER)
@@ -257,7 +257,7 @@ def test_a_killed_supervisor_ends_its_cluster(state_home: Path) -> None:
     subprocess.run([*CLI, "up", "--nodes", "0", "--name", "crashed"], check=True, capture_output=True)
     cluster = Cluster.connect("crashed")
     processes = pids(cluster)
-    os.kill(cluster.status()["supervisor"]["pid"], signal.SIGKILL)
+    os.kill(cluster.read_status()["supervisor"]["pid"], signal.SIGKILL)
     until(lambda: not any(is_alive(pid) for pid in processes), "every process ends")
     done = subprocess.run([*CLI, "down", "--name", "crashed"], check=True, capture_output=True, text=True)
     assert "was not running" in done.stderr

@@ -9,9 +9,9 @@ import pytest
 
 from tests.testing.suite.processes import has_ended, process_state
 from tests.testing.suite.timeouts import scaled, until
-from trainium_devcluster.cluster import Cluster, node_specs
+from trainium_devcluster.cluster import Cluster, create_node_specs
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.processes.process_tree import command_line, find_marked
+from trainium_devcluster.processes.process_tree import find_marked, read_command_line
 from trainium_devcluster.state import MARKER, NodeSpec
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -23,7 +23,7 @@ GRACE_SECONDS = 4
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        with Cluster.start(nodes=node_specs(2), node_monitor_grace_seconds=GRACE_SECONDS) as cluster:
+        with Cluster.start(nodes=create_node_specs(2), node_monitor_grace_seconds=GRACE_SECONDS) as cluster:
             yield cluster
 
 
@@ -53,8 +53,8 @@ def pod(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
 
 def processes(cluster: Cluster, text: str) -> list[int]:
     """Return the pids of living processes on node-1 whose command line has a text."""
-    pids = find_marked(MARKER, cluster.paths.marker("node-1"))
-    return [pid for pid in pids if text in command_line(pid) and not has_ended(pid)]
+    pids = find_marked(MARKER, cluster.paths.format_marker("node-1"))
+    return [pid for pid in pids if text in read_command_line(pid) and not has_ended(pid)]
 
 
 def phase(cluster: Cluster, pod: str) -> str:
@@ -129,8 +129,8 @@ def test_pods_of_a_partitioned_node_continue(cluster: Cluster, pod: str) -> None
 
 def test_a_restarted_node_has_no_pods(cluster: Cluster, pod: str) -> None:
     cluster.faults.kill_node("node-1")
-    assert not find_marked(MARKER, cluster.paths.marker("node-1"))
-    assert cluster.status()["nodes"]["node-1"]["state"] == "dead"
+    assert not find_marked(MARKER, cluster.paths.format_marker("node-1"))
+    assert cluster.read_status()["nodes"]["node-1"]["state"] == "dead"
     assert phase(cluster, pod) == "Running"  # the API server has not been notified
     cluster.wait_for_nodes(["node-1"], ready=False)
     cluster.faults.start_node("node-1")
@@ -146,14 +146,14 @@ def test_nodes_are_added_and_removed(cluster: Cluster) -> None:
     with pytest.raises(ClusterError, match="has a node 'late' already"):
         cluster.add_node(NodeSpec("late"))
     cluster.remove_node("late")
-    assert "late" not in cluster.ready_nodes()
-    assert not find_marked(MARKER, cluster.paths.marker("late"))
+    assert "late" not in cluster.read_node_readiness()
+    assert not find_marked(MARKER, cluster.paths.format_marker("late"))
 
 
 @pytest.mark.long
 def test_a_stopped_cluster_ends_all_processes_of_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with Cluster.start(nodes=node_specs(1)) as cluster:
+    with Cluster.start(nodes=create_node_specs(1)) as cluster:
         root = cluster.paths.root
         cluster.kubectl("run", "busy", "--image=any", "--command", "--", "sh", "-c", "trap '' TERM; sleep 903")
         cluster.kubectl("wait", "--for=condition=Ready", "pod/busy", f"--timeout={scaled(30):.0f}s")

@@ -18,7 +18,7 @@ from tests.testing.cluster.installed import install_operator
 from tests.testing.cluster.jobs import Job
 from tests.testing.cluster.shared_cluster import SharedCluster
 from tests.testing.suite.timeouts import until
-from trainium_devcluster.cluster import Cluster, node_specs, system_node, system_values
+from trainium_devcluster.cluster import Cluster, create_node_specs, create_system_node, create_system_values
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -72,16 +72,16 @@ def build_resource_slice(node: str, taints: dict[str, str] | None = None) -> dic
 def cluster(request: pytest.FixtureRequest) -> Iterator[SharedCluster]:
     if request.config.getoption("--cluster") != "local":
         pytest.skip("writes ResourceSlices, which belong to a driver elsewhere")
-    nodes = node_specs(3, cpu="4", memory="8Gi")
+    nodes = create_node_specs(3, cpu="4", memory="8Gi")
     with (
         tempfile.TemporaryDirectory(prefix="trainium-devices-") as folder,
-        Cluster.start(nodes=[*nodes, system_node()]) as devcluster,
+        Cluster.start(nodes=[*nodes, create_system_node()]) as devcluster,
     ):
-        found = SharedCluster("local", devcluster.variables(), Path(folder), {}, devcluster)
+        found = SharedCluster("local", devcluster.list_variables(), Path(folder), {}, devcluster)
         slices = [build_resource_slice(node.name) for node in nodes]
         everything = {"apiVersion": "v1", "kind": "List", "items": [CLASS, *slices]}
         found.kubectl("apply", "-f", "-", stdin=json.dumps(everything))
-        install_operator(found, {"statusIntervalSeconds": 1, "dra": {"enabled": True}} | system_values())
+        install_operator(found, {"statusIntervalSeconds": 1, "dra": {"enabled": True}} | create_system_values())
         yield found
 
 
@@ -122,9 +122,9 @@ def end(job: Job) -> None:
 
 def test_a_job_trains_on_its_allocated_devices(cluster: SharedCluster) -> None:
     job = Job(cluster, "default", "claims", CLAIMING).apply()
-    job.until_step(5)
+    job.wait_for_step(5)
     allocated = claims(job)
-    pods = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in job.pods()}
+    pods = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in job.list_pods()}
     assert allocated.keys() == pods.keys()
     for pod, node in pods.items():
         assert sorted(allocated[pod]) == sorted((node, f"neurondevice{number}") for number in range(DEVICES))
@@ -132,7 +132,7 @@ def test_a_job_trains_on_its_allocated_devices(cluster: SharedCluster) -> None:
     spec = cluster.get("resourceclaimtemplate", template, "-n", "default")["spec"]["spec"]["devices"]
     assert spec["requests"][0]["exactly"]["count"] == DEVICES
     assert spec["constraints"] == [{"requests": ["neuron"], "matchAttribute": "resource.aws.com/devicegroup16_id"}]
-    job.until_phase("Completed")
+    job.wait_for_phase("Completed")
     end(job)
 
 
@@ -140,16 +140,16 @@ def test_a_worker_with_a_tainted_device_moves_to_another_node_without_blame(
     cluster: SharedCluster,
 ) -> None:
     job = Job(cluster, "default", "tainted", ENDLESS, environment=PACED).apply()
-    job.until_step(10)
-    victim = job.members()[1]
+    job.wait_for_step(10)
+    victim = job.list_members()[1]
     before = victim["nodeName"]
     taint(cluster, before, neurondevice3="NoExecute")
 
-    entry = job.until_recovered(seconds=120)
+    entry = job.wait_for_recovery(seconds=120)
 
     assert (entry["cause"], entry["stepsLost"]) == ("DeviceTainted", 0)
-    assert before not in {member["nodeName"] for member in job.members()}
-    status = job.status()
+    assert before not in {member["nodeName"] for member in job.list_members()}
+    status = job.read_status()
     assert status.get("failures") in (None, []), "a taint counts as no failure"
     assert status.get("avoidedNodes") in (None, [])
     assert all(pool != before for devices in claims(job).values() for pool, _ in devices)
@@ -160,15 +160,15 @@ def test_a_worker_with_a_tainted_device_moves_to_another_node_without_blame(
 def test_a_worker_of_some_devices_moves_to_others_of_its_node(cluster: SharedCluster) -> None:
     """Two nodes are cordoned by taints of all their devices, so only the other half of the same node is left."""
     job = Job(cluster, "default", "half", SHARED).apply()
-    job.until_step(5)
-    (node,) = {member["nodeName"] for member in job.members()}
+    job.wait_for_step(5)
+    (node,) = {member["nodeName"] for member in job.list_members()}
     others = [item["spec"]["nodeName"] for item in cluster.get("resourceslices")["items"]]
     for other in set(others) - {node}:
         taint(cluster, other, **{f"neurondevice{number}": "NoSchedule" for number in range(DEVICES)})
     (allocated,) = claims(job).values()
     taint(cluster, node, **{allocated[0][1]: "NoExecute"})
 
-    entry = job.until_recovered(seconds=120)
+    entry = job.wait_for_recovery(seconds=120)
 
     assert entry["cause"] == "DeviceTainted"
     (after,) = [devices for devices in claims(job).values() if devices]
@@ -181,37 +181,37 @@ def test_a_worker_of_some_devices_moves_to_others_of_its_node(cluster: SharedClu
 
 def test_free_nodes_are_counted_by_their_devices(cluster: SharedCluster) -> None:
     first = Job(cluster, "default", "first", ENDLESS).apply()
-    first.until_step(3)
+    first.wait_for_step(3)
     second = Job(cluster, "default", "second", ENDLESS).apply()
 
     def message(status: dict[str, Any]) -> str:
         text: str = condition(status, "PodsReady")["message"]
         return text
 
-    status = second.until("a count of free nodes", lambda status: "16 free devices: 0 of 3" in message(status), 60)
+    status = second.wait_until("a count of free nodes", lambda status: "16 free devices: 0 of 3" in message(status), 60)
     assert "cannot be scheduled" in message(status)
     end(first)
-    second.until_step(3)
+    second.wait_for_step(3)
     end(second)
 
 
 def test_a_changed_claim_replaces_its_template(cluster: SharedCluster) -> None:
     job = Job(cluster, "default", "shape", ENDLESS).apply()
-    job.until_step(3)
+    job.wait_for_step(3)
     (old,) = templates(job)
     job.suspend()
-    job.until_phase("Suspended")
+    job.wait_for_phase("Suspended")
     change = {"spec": {"workers": {"accelerator": {"claim": {"connected": False}}}}}
     job.cluster.kubectl("patch", "trainingjob", job.name, "-n", "default", "--type=merge", "-p", json.dumps(change))
     until(lambda: len(templates(job)) == 1 and old not in templates(job), "the old one is removed")
     job.suspend(yes=False)
-    job.until_step(job.log.newest + 3)
+    job.wait_for_step(job.log.newest + 3)
     end(job)
 
 
 def test_a_foreign_template_is_unchanged_and_reported(cluster: SharedCluster) -> None:
     job = Job(cluster, "default", "foreign", ENDLESS).apply()
-    job.until_step(2)
+    job.wait_for_step(2)
     (name,) = templates(job)
     mine = cluster.get("resourceclaimtemplate", name, "-n", "default")
     end(job)
@@ -220,14 +220,14 @@ def test_a_foreign_template_is_unchanged_and_reported(cluster: SharedCluster) ->
     foreign = {**mine, "metadata": metadata}
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps(foreign))
     again = Job(cluster, "default", "foreign", ENDLESS).apply()
-    status = again.until(
+    status = again.wait_until(
         "its name is taken", lambda status: condition(status, "PodsReady").get("reason") == "NameTaken", 60
     )
     assert (
         f"ResourceClaimTemplate {name} exists and does not belong to this job"
         in condition(status, "PodsReady")["message"]
     )
-    assert again.pods() == []
+    assert again.list_pods() == []
     cluster.kubectl("delete", "resourceclaimtemplate", name, "-n", "default")
-    again.until_phase("Running")
+    again.wait_for_phase("Running")
     end(again)

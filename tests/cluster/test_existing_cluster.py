@@ -32,7 +32,7 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCl
 
     with Cluster.start(nodes=()) as cluster:
         shared = tmp_path_factory.mktemp("shared")
-        yield SharedCluster("existing", cluster.variables(), shared, {"chartValues": {"replicas": 0}})
+        yield SharedCluster("existing", cluster.list_variables(), shared, {"chartValues": {"replicas": 0}})
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from tests.testing.cluster.shared_cluster import SharedCluster
 from tests.testing.suite.timeouts import until
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_devcluster.binaries.catalog import find_kubernetes
-from trainium_devcluster.cluster import Cluster, system_node, system_values
-from trainium_devcluster.jobs.metrics import every_sample_once
+from trainium_devcluster.cluster import Cluster, create_system_node, create_system_values
+from trainium_devcluster.jobs.metrics import has_every_sample_once
 from trainium_devcluster.state import NodeSpec
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.transport import connect
@@ -43,7 +43,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     if request.config.getoption("--cluster") != "local":
         pytest.skip("needs a control plane with an API that is off, which only the development cluster can be given")
     with Cluster.start(
-        nodes=[*(NodeSpec(name=f"gang-{at}") for at in range(NODES)), system_node()],
+        nodes=[*(NodeSpec(name=f"gang-{at}") for at in range(NODES)), create_system_node()],
         apiserver_args=[f"--runtime-config={API_VERSIONS[KUBERNETES]}=true", GATES],
         controller_manager_args=[GATES],
         scheduler_args=[SCHEDULER_GATES[KUBERNETES]],
@@ -104,37 +104,37 @@ def bound_pods(cluster: Cluster) -> list[str]:
 
 
 def test_a_job_that_starts_as_a_gang_trains_through_a_kill_and_resizes(cluster: Cluster, tmp_path: Path) -> None:
-    shared = SharedCluster("local", cluster.variables(), tmp_path, {}, cluster)
-    install_operator(shared, {"statusIntervalSeconds": 1} | system_values())
+    shared = SharedCluster("local", cluster.list_variables(), tmp_path, {}, cluster)
+    install_operator(shared, {"statusIntervalSeconds": 1} | create_system_values())
     change = "{scheduling: {gang: Native}, workers: {replicas: 3, minReplicas: 2}, trainer: {steps: 100000}}"
     job = Job(shared, "default", "trained", change).apply()
-    job.until_step(5)
-    (group,) = {pod["spec"]["schedulingGroup"]["podGroupName"] for pod in job.pods()}
+    job.wait_for_step(5)
+    (group,) = {pod["spec"]["schedulingGroup"]["podGroupName"] for pod in job.list_pods()}
     stored = shared.get("podgroup", group)
     assert (stored["apiVersion"], stored["spec"]["schedulingPolicy"]) == (
         API_VERSIONS[KUBERNETES],
         {"gang": {"minCount": 2}},
     )
-    before = job.uids()
+    before = job.list_uids()
 
     job.kill_rank(1)
-    killed = job.until_recovered(1)
-    job.until_step(killed["resumeStep"] + 5)
-    assert job.uids() == before
+    killed = job.wait_for_recovery(1)
+    job.wait_for_step(killed["resumeStep"] + 5)
+    assert job.list_uids() == before
     job.scale(2)
-    smaller = job.until_recovered(2)
-    job.until("one pod less", lambda _: len(job.pods()) == 2)
+    smaller = job.wait_for_recovery(2)
+    job.wait_until("one pod less", lambda _: len(job.list_pods()) == 2)
     job.scale(3)
-    larger = job.until_recovered(3)
-    job.until_step(larger["resumeStep"] + 5)
+    larger = job.wait_for_recovery(3)
+    job.wait_for_step(larger["resumeStep"] + 5)
 
     assert (smaller["stepsLost"], larger["stepsLost"]) == (0, 0)
-    joined = [pod["spec"] for pod in job.pods() if pod["metadata"]["uid"] not in before]
+    joined = [pod["spec"] for pod in job.list_pods() if pod["metadata"]["uid"] not in before]
     assert [pod.get("schedulingGroup") for pod in joined] == [None], "a pod that joins a running job is scheduled alone"
     job.suspend()
-    status = job.until_phase("Suspended")
+    status = job.wait_for_phase("Suspended")
     assert status["restarts"]["total"] == 1
-    assert every_sample_once(job.folder, max(job.losses()), 12)
+    assert has_every_sample_once(job.folder, max(job.read_losses()), 12)
     job.delete()
     until(lambda: not shared.get("podgroups")["items"], "the group was not deleted with its job")
 

@@ -16,7 +16,7 @@ import pytest
 from tests.testing.cluster.installed import install_operator
 from tests.testing.cluster.shared_cluster import SharedCluster
 from tests.testing.suite.timeouts import scaled, until
-from trainium_devcluster.cluster import Cluster, system_node, system_values
+from trainium_devcluster.cluster import Cluster, create_system_node, create_system_values
 from trainium_operator.coordinator.certificates import renew_material
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -32,12 +32,12 @@ def https_cluster(request: pytest.FixtureRequest) -> Iterator[SharedCluster]:
         pytest.skip("the addresses of pods are reached on the development cluster only")
     with (
         tempfile.TemporaryDirectory(prefix="trainium-https-") as folder,
-        Cluster.start(nodes=[system_node()]) as devcluster,
+        Cluster.start(nodes=[create_system_node()]) as devcluster,
     ):
-        cluster = SharedCluster("local", devcluster.variables(), Path(folder), {}, devcluster)
+        cluster = SharedCluster("local", devcluster.list_variables(), Path(folder), {}, devcluster)
         cluster.kubectl("create", "serviceaccount", "prometheus")
         ours = {"metrics": {"secure": True, "readers": [READER]}, "https": {"certificateSecret": "issued"}}
-        install_operator(cluster, ours | system_values())
+        install_operator(cluster, ours | create_system_values())
         yield cluster
 
 

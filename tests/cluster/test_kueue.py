@@ -17,7 +17,7 @@ from tests.testing.cluster.installed import install_operator
 from tests.testing.cluster.jobs import Job
 from tests.testing.cluster.shared_cluster import SharedCluster
 from trainium_devcluster.binaries import KUEUE_PROGRAMS, is_cached
-from trainium_devcluster.cluster import Cluster, node_specs, system_node, system_values
+from trainium_devcluster.cluster import Cluster, create_node_specs, create_system_node, create_system_values
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -80,15 +80,17 @@ def teams(request: pytest.FixtureRequest) -> Iterator[SharedCluster]:
         pytest.skip("needs a Kueue of its own, which the development cluster brings")
     if not is_cached(KUEUE_PROGRAMS):
         pytest.skip("Kueue is not built; `trainium-devcluster binaries --kueue` builds it once, in some minutes")
-    pool = node_specs(4, cpu="4", memory="8Gi", labels={"pool": POOL}, taints=(f"pool={POOL}:NoSchedule",))
-    plain = node_specs(2, cpu="4", memory="8Gi", prefix="plain")
+    pool = create_node_specs(4, cpu="4", memory="8Gi", labels={"pool": POOL}, taints=(f"pool={POOL}:NoSchedule",))
+    plain = create_node_specs(2, cpu="4", memory="8Gi", prefix="plain")
     with (
         tempfile.TemporaryDirectory(prefix="trainium-kueue-") as folder,
-        Cluster.start(nodes=[*pool, *plain, system_node()], kueue=True) as devcluster,
+        Cluster.start(nodes=[*pool, *plain, create_system_node()], kueue=True) as devcluster,
     ):
-        cluster = SharedCluster("local", devcluster.variables(), Path(folder), {"workerTemplate": WORKER}, devcluster)
+        cluster = SharedCluster(
+            "local", devcluster.list_variables(), Path(folder), {"workerTemplate": WORKER}, devcluster
+        )
         cluster.kubectl("apply", "-f", "-", stdin=json.dumps(QUEUES))
-        install_operator(cluster, {"statusIntervalSeconds": 1, "kueue": {"enabled": True}} | system_values())
+        install_operator(cluster, {"statusIntervalSeconds": 1, "kueue": {"enabled": True}} | create_system_values())
         yield cluster
 
 
@@ -100,10 +102,10 @@ class Reference:
 
     def losses(self, step: int) -> dict[int, float]:
         self.job.suspend(yes=False)
-        self.job.until_step(step)
+        self.job.wait_for_step(step)
         self.job.suspend()
-        self.job.until_phase("Suspended")
-        return self.job.losses()
+        self.job.wait_for_phase("Suspended")
+        return self.job.read_losses()
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +140,7 @@ def has_size(size: int) -> Callable[[dict[str, Any]], bool]:
 def assert_same_losses(job: Job, reference: Reference) -> None:
     """Assert that the losses up to the current step equal those of the undisturbed job."""
     job.log.refresh()
-    losses = job.losses()
+    losses = job.read_losses()
     undisturbed = reference.losses(max(losses))
     assert sorted(losses) == list(range(1, max(losses) + 1))
     assert max(abs(losses[step] - undisturbed[step]) for step in losses) < 1e-5
@@ -148,66 +150,66 @@ def test_an_elastic_job_borrows_shrinks_on_preemption_and_grows_back(
     teams: SharedCluster, reference: Reference
 ) -> None:
     elastic = Job(teams, "elastic", "elastic", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 4, minReplicas: 2}}}}")
-    elastic.apply().until("training on four nodes, two of them borrowed", has_size(4))
-    assert {pod["spec"]["nodeSelector"]["pool"] for pod in elastic.pods()} == {POOL}
+    elastic.apply().wait_until("training on four nodes, two of them borrowed", has_size(4))
+    assert {pod["spec"]["nodeSelector"]["pool"] for pod in elastic.list_pods()} == {POOL}
     assert workloads(teams, "elastic").keys() == {"elastic-quota-0", "elastic-quota-1", "elastic-quota-2"}
-    first = elastic.uids()
+    first = elastic.list_uids()
 
     rigid = Job(teams, "rigid", "rigid", f"{{{QUEUED}}}").apply()
-    elastic.until("training on its own two nodes", has_size(2))
-    assert {member["podUid"] for member in elastic.members()} < first, "the remaining pods were not restarted"
-    rigid.until_phase("Completed")
-    rigid.until(
+    elastic.wait_until("training on its own two nodes", has_size(2))
+    assert {member["podUid"] for member in elastic.list_members()} < first, "the remaining pods were not restarted"
+    rigid.wait_for_phase("Completed")
+    rigid.wait_until(
         "its Workload is finished", lambda _: workloads(teams, "rigid")["rigid-quota-0"].get("Finished") == "True"
     )
 
-    status = elastic.until("training on four nodes again", has_size(4))
-    elastic.until_step(elastic.log.newest + 10)
+    status = elastic.wait_until("training on four nodes again", has_size(4))
+    elastic.wait_for_step(elastic.log.newest + 10)
     elastic.suspend()
-    elastic.until_phase("Suspended")
+    elastic.wait_for_phase("Suspended")
     assert status["restarts"]["total"] == 0, "a preemption is no failure"
     assert any("the queue grants 2 of 4" in entry["message"] for entry in status["history"])
-    assert elastic.uids() == set()
-    elastic.until("its Workloads are deleted", lambda _: not workloads(teams, "elastic"))
+    assert elastic.list_uids() == set()
+    elastic.wait_until("its Workloads are deleted", lambda _: not workloads(teams, "elastic"))
     assert_same_losses(elastic, reference)
     elastic.delete()
 
 
 def test_an_evicted_rigid_job_saves_waits_and_resumes(teams: SharedCluster, reference: Reference) -> None:
     borrower = Job(teams, "elastic", "borrower", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 4}}}}").apply()
-    borrower.until("training on four nodes", has_size(4))
-    borrower.until_step(20)
+    borrower.wait_until("training on four nodes", has_size(4))
+    borrower.wait_for_step(20)
 
     owner = Job(teams, "rigid", "owner", f"{{{QUEUED}}}").apply()
-    status = borrower.until(
-        "no pod is left", lambda status: admitted_condition(status)[1] == "Evicted" and not borrower.pods()
+    status = borrower.wait_until(
+        "no pod is left", lambda status: admitted_condition(status)[1] == "Evicted" and not borrower.list_pods()
     )
     assert status["phase"] == "Pending"
-    owner.until_phase("Completed")
+    owner.wait_for_phase("Completed")
 
-    status = borrower.until("training on four nodes again", has_size(4))
-    borrower.until_step(borrower.log.newest + 10)
+    status = borrower.wait_until("training on four nodes again", has_size(4))
+    borrower.wait_for_step(borrower.log.newest + 10)
     borrower.suspend()
-    borrower.until_phase("Suspended")
+    borrower.wait_for_phase("Suspended")
     assert status["restarts"]["total"] == 0
-    assert any(event.startswith("Evicted:") for event in borrower.events())
+    assert any(event.startswith("Evicted:") for event in borrower.list_events())
     assert_same_losses(borrower, reference)
     borrower.delete()
 
 
 def test_a_job_waits_in_its_queue_until_another_is_suspended(teams: SharedCluster) -> None:
     first = Job(teams, "rigid", "first", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 3}}}}").apply()
-    first.until("training on three nodes, one of them borrowed", has_size(3))
+    first.wait_until("training on three nodes, one of them borrowed", has_size(3))
     second = Job(teams, "rigid", "second", f"{{{QUEUED}}}").apply()
-    status = second.until(
+    status = second.wait_until(
         "Kueue reports insufficient quota", lambda status: "insufficient" in json.dumps(status.get("conditions"))
     )
     assert admitted_condition(status) == ("False", "WaitingForQueue")
-    assert not second.pods()
+    assert not second.list_pods()
 
     first.suspend()
-    second.until_phase("Completed")
+    second.wait_for_phase("Completed")
     assert "first-quota-0" not in workloads(teams, "rigid"), "a suspended job has no Workload"
     first.suspend(yes=False)
-    first.until("training again", has_size(3))
+    first.wait_until("training again", has_size(3))
     first.delete()

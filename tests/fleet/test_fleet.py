@@ -64,13 +64,13 @@ def test_the_operator_replaces_a_failed_worker_of_a_fleet_by_the_spare(cluster: 
 async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
     """Start a job of four nodes and a spare with simulated agents, fail one pod; return the common generations."""
     from benchmarks.fleet.agents_process import AgentsProcess
-    from benchmarks.fleet.job import JOBS, NAME, recorded_membership, training_job, wait_for_status
-    from benchmarks.fleet.kube import PodWatch, admin_client
+    from benchmarks.fleet.job import JOBS, NAME, build_training_job, read_recorded_membership, wait_for_status
+    from benchmarks.fleet.kube import PodWatch, create_admin_client
     from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
     from trainium_contract.wire.worker_env import LABEL_JOB
 
     assert cluster.fleet is not None
-    async with admin_client(cluster) as kube:
+    async with create_admin_client(cluster) as kube:
         chart = ChartInstallation(cluster, folder)
         await chart.install(kube)
         operator = await chart.start()
@@ -80,12 +80,12 @@ async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
                 PodWatch(kube, f"{LABEL_JOB}={NAME}") as watch,
                 AgentsProcess(cluster, NAME, addresses=[(operator.host, operator.port)], name=SERVER_NAME) as agents,
             ):
-                await kube.create(JOBS, training_job(4, spares=1))
+                await kube.create(JOBS, build_training_job(4, spares=1))
                 await watch.wait_until_running(5, scaled(USUAL))
                 await agents.request("start")
                 first = await agents.request("wait_for_membership", generation=1, count=4, seconds=scaled(USUAL))
                 await wait_for_status(kube, lambda status: status.get("phase") == "Running", "it trains", scaled(USUAL))
-                member = (await recorded_membership(kube)).members[1].pod_name
+                member = (await read_recorded_membership(kube)).members[1].pod_name
                 await asyncio.to_thread(cluster.fleet.fail_pod, "default", member, exit_code=137)
                 second = await agents.request("wait_for_membership", generation=2, count=4, seconds=scaled(USUAL))
                 await watch.wait_until(lambda: watch.created == 6, "a new spare is made", scaled(USUAL))
@@ -118,12 +118,12 @@ def test_the_scheduler_keeps_each_unit_on_a_separate_ultra_server(cluster: Clust
 
 async def _place_units(cluster: Cluster, folder: Path) -> dict[str, set[str]]:
     """Run the operator until all pods of a job of three UltraServers have nodes; return the nodes by unit."""
-    from benchmarks.fleet.job import JOBS, training_job
-    from benchmarks.fleet.kube import admin_client, delete
+    from benchmarks.fleet.job import JOBS, build_training_job
+    from benchmarks.fleet.kube import create_admin_client, delete
     from benchmarks.fleet.operator_process import ChartInstallation
     from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_UNIT
 
-    job = training_job(4, spares=2)
+    job = build_training_job(4, spares=2)
     job["metadata"]["name"] = "servers"
     job["spec"]["workers"] |= {
         "accelerator": {
@@ -135,7 +135,7 @@ async def _place_units(cluster: Cluster, folder: Path) -> dict[str, set[str]]:
         },
         "template": {"spec": {"nodeSelector": SELECTED}},
     }
-    async with admin_client(cluster) as kube:
+    async with create_admin_client(cluster) as kube:
         chart = ChartInstallation(cluster, folder)
         await chart.install(kube)
         operator = await chart.start()

@@ -52,7 +52,7 @@ def warm(config_path: str | None = None) -> None:
     for name in _ALWAYS:
         importlib.import_module(name)
     stop_reverse_lookups()  # all ranks inherit it
-    sys.modules["trainium_trainer.cli"].command()
+    sys.modules["trainium_trainer.cli"].build_parser()
     config = _read_configuration(config_path)
     if config is None or config.parallelism.tensor > 1:
         _import(_DIVIDED)

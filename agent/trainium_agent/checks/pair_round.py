@@ -105,7 +105,7 @@ class PairRound:
         self._store, self._attempt = store, attempt
         started_at = time.monotonic()
         own_results: list[PairingResult] = []
-        wave_number, wave = 0, pairing.first_wave(self._nodes)
+        wave_number, wave = 0, pairing.pair_neighbours(self._nodes)
         results: list[WaveResults] = []
         verdict: PairVerdict | None = None
         while verdict is None:
@@ -113,8 +113,8 @@ class PairRound:
             if group is not None:
                 outcome = self._exchange(wave_number, group)
                 own_results.append(outcome)
-                self._store.set(self._key(wave_number, "outcome", self._node_rank), outcome.encode())
-                self._store.count(self._key(wave_number, "outcomes"), 1)
+                self._store.set(self._format_key(wave_number, "outcome", self._node_rank), outcome.encode())
+                self._store.count(self._format_key(wave_number, "outcomes"), 1)
             if self._node_rank == 0:
                 results.append(WaveResults(wave, self._collect(wave_number, wave)))
                 self._publish_wave(wave_number + 1, results)
@@ -143,7 +143,7 @@ class PairRound:
 
     def _open_exchange(self, number: int, group: Group) -> tuple[RankPort | None, int | None]:
         """Return the store of the exchange, on its first node only, and the store's port."""
-        key = self._key(number, "port", group[0])
+        key = self._format_key(number, "port", group[0])
         if self._node_rank == group[0]:
             reserved = self._reserve_port(self._settings.pod_ip)
             self._store.set(key, str(reserved.master.port))
@@ -190,31 +190,31 @@ class PairRound:
         nodes = [node for group in wave for node in group]
         timeout = 2 * (self._seconds + _START_SECONDS) + _OWN_CHECKS_SECONDS + self._nodes * _SECONDS_PER_NODE
         deadline = time.monotonic() + timeout
-        while self._store.count(self._key(number, "outcomes")) < len(nodes) and time.monotonic() < deadline:
+        while self._store.count(self._format_key(number, "outcomes")) < len(nodes) and time.monotonic() < deadline:
             self._watcher.raise_if_interrupted()
             time.sleep(_POLL_SECONDS)
-        keys = {node: self._key(number, "outcome", node) for node in nodes}
+        keys = {node: self._format_key(number, "outcome", node) for node in nodes}
         return {node: PairingResult.decode(self._store.get(key)) for node, key in keys.items() if self._store.has(key)}
 
     def _publish_wave(self, number: int, results: list[WaveResults]) -> None:
-        wave, slowest = pairing.next_wave(self._nodes, results, self._minimum), pairing.slowest_link(results)
+        wave, slowest = pairing.plan_next_wave(self._nodes, results, self._minimum), pairing.find_slowest_link(results)
         message = {
             "wave": wave,
-            "unhealthy": sorted(pairing.unhealthy_nodes(results)),
-            "disconnected": sorted(pairing.disconnected_nodes(results, self._minimum)),
+            "unhealthy": sorted(pairing.find_unhealthy_nodes(results)),
+            "disconnected": sorted(pairing.find_disconnected_nodes(results, self._minimum)),
             "link": "" if slowest is None else self._describe_link(*slowest),
         }
         if wave is None and self._check is PreflightCheck.PAIRWISE:
             self._store.update_state(lambda state: replace(state, unexplained_failures=0))
-        self._store.set(self._key(number, "wave"), json.dumps(message))
+        self._store.set(self._format_key(number, "wave"), json.dumps(message))
 
     # On all nodes.
 
     def _await_wave(self, number: int) -> tuple[Wave, PairVerdict | None]:
-        key = self._key(number, "wave")
+        key = self._format_key(number, "wave")
         while not self._store.has(key):
             self._watcher.raise_if_interrupted()
-            newest = self._store.state()
+            newest = self._store.read_state()
             if newest.attempt != self._attempt or newest.stopped is not None:
                 raise StoreLostError("another attempt began")
             time.sleep(max(_POLL_SECONDS, self._nodes * POLL_SECONDS_PER_MEMBER))
@@ -243,5 +243,5 @@ class PairRound:
         level = logging.WARNING if verdict.bad_nodes or self._check is PreflightCheck.PAIRWISE else logging.INFO
         _log.log(level, "check %s: %s%s", self._check, summary, f" ({detail})" if verdict.link else "")
 
-    def _key(self, *parts: object) -> str:
-        return self._store.key(self._attempt, self._check, *parts)
+    def _format_key(self, *parts: object) -> str:
+        return self._store.format_key(self._attempt, self._check, *parts)

@@ -63,7 +63,7 @@ def count_unexplained(previous: GenerationState, current: GenerationState) -> Ge
     return current
 
 
-def next_wave(nodes: int, results: Sequence[WaveResults], minimum: float | None = None) -> Wave | None:
+def plan_next_wave(nodes: int, results: Sequence[WaveResults], minimum: float | None = None) -> Wave | None:
     """Return the next wave of exchanges; None when the results allow a verdict.
 
     An exchange below `minimum` Gbit/s counts as failed; without a minimum, one that took much longer than the others
@@ -73,14 +73,14 @@ def next_wave(nodes: int, results: Sequence[WaveResults], minimum: float | None 
     return plan[len(results)] if len(results) < len(plan) else None
 
 
-def unhealthy_nodes(results: Sequence[WaveResults]) -> frozenset[int]:
+def find_unhealthy_nodes(results: Sequence[WaveResults]) -> frozenset[int]:
     """Return the nodes whose own computation is wrong."""
     return frozenset(node for result in results for node, outcome in result.outcomes.items() if not outcome.healthy)
 
 
-def disconnected_nodes(results: Sequence[WaveResults], minimum: float | None = None) -> frozenset[int]:
+def find_disconnected_nodes(results: Sequence[WaveResults], minimum: float | None = None) -> frozenset[int]:
     """Return the nodes that could not exchange with any peer, although others could; `minimum` as in `next_wave`."""
-    typical = _typical_seconds(results)
+    typical = _compute_typical_seconds(results)
     exchanges: dict[int, int] = {}
     passed: set[int] = set()
     for result in results:
@@ -95,7 +95,7 @@ def disconnected_nodes(results: Sequence[WaveResults], minimum: float | None = N
     return frozenset(node for node, count in exchanges.items() if count > 1 and node not in passed)
 
 
-def slowest_link(results: Sequence[WaveResults]) -> tuple[Group, float] | None:
+def find_slowest_link(results: Sequence[WaveResults]) -> tuple[Group, float] | None:
     """Return the group with the lowest bandwidth, and that bandwidth in Gbit/s; None if none was measured."""
     measured = [
         (min(result.outcomes[node].gigabits for node in group), group)
@@ -106,7 +106,7 @@ def slowest_link(results: Sequence[WaveResults]) -> tuple[Group, float] | None:
     return min(measured)[::-1] if measured else None
 
 
-def first_wave(nodes: int) -> Wave:
+def pair_neighbours(nodes: int) -> Wave:
     """Pair all nodes with their neighbours; with an odd number the last node joins the last pair."""
     groups = [tuple(range(start, min(start + 2, nodes))) for start in range(0, nodes, 2)]
     if len(groups) > 1 and len(groups[-1]) == 1:
@@ -116,10 +116,10 @@ def first_wave(nodes: int) -> Wave:
 
 def _plan_waves(nodes: int, results: Sequence[WaveResults], minimum: float | None) -> list[Wave]:
     """Return all waves that the results so far determine."""
-    first = first_wave(nodes)
+    first = pair_neighbours(nodes)
     if not results:
         return [first]
-    typical = _typical_seconds(results[:1])
+    typical = _compute_typical_seconds(results[:1])
     good = [node for group in first if _group_passed(group, results[0].outcomes, typical, minimum) for node in group]
     suspects = [node for node in range(nodes) if node not in good]
     if not suspects:
@@ -141,7 +141,7 @@ def _round_robin(nodes: list[int]) -> list[Wave]:
     return waves
 
 
-def _typical_seconds(results: Sequence[WaveResults]) -> float | None:
+def _compute_typical_seconds(results: Sequence[WaveResults]) -> float | None:
     """Return the usual duration of an exchange that passed; None when there is nothing to compare."""
     lengths = sorted(
         max(result.outcomes[node].seconds for node in group)

@@ -52,7 +52,7 @@ class PreflightFinding:
     """The check that found it; None for a check that always runs."""
 
 
-def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[PreflightFinding, ...]:
+def run_preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[PreflightFinding, ...]:
     """Return all problems of the pod, in the order of the checks; empty when the pod is fit."""
     findings = [*_check_memory_directory(settings.memory_directory)]
     for path in settings.required_files:

@@ -124,7 +124,7 @@ class CoordinatorClient:
         self.answered_at = time.monotonic()
         """Monotonic time of the last successful exchange."""
 
-    def heartbeat_now(self) -> None:
+    def send_heartbeat_now(self) -> None:
         """Send the next heartbeat at once; call it in the event loop's thread."""
         self._send_now.set()
 
@@ -160,7 +160,7 @@ class CoordinatorClient:
 
         Raises CoordinatorUnavailableError, JobDeletedError.
         """
-        addresses = await self._connector.addresses()
+        addresses = await self._connector.resolve_addresses()
         random.shuffle(addresses)
         addresses.sort(key=lambda address: (address == self._broken, address != self._preferred))
         failure = CoordinatorUnavailableError("")
@@ -199,7 +199,7 @@ class CoordinatorClient:
             stream,
             self._callbacks,
             self._send_now,
-            on_acknowledged=self._on_heartbeat_ack,
+            on_acknowledged=self._handle_heartbeat_ack,
             on_membership=self._receive_membership,
             on_change=self._receive_change,
             on_answer=self._record_answer,
@@ -215,7 +215,7 @@ class CoordinatorClient:
             self._session = None
             stream.close()
 
-    def _on_heartbeat_ack(self, message: HeartbeatRequest, answer: HeartbeatResponse, sent_at: float) -> None:
+    def _handle_heartbeat_ack(self, message: HeartbeatRequest, answer: HeartbeatResponse, sent_at: float) -> None:
         self._callbacks.on_acknowledged(message)
         if answer.job_failed:
             self._callbacks.on_job_failed(message)

@@ -85,7 +85,7 @@ class Connector:
         self._known: dict[Endpoint, list[str]] = {}
         self._lookups: dict[Endpoint, asyncio.Future[list[str]]] = {}
 
-    async def addresses(self) -> list[Address]:
+    async def resolve_addresses(self) -> list[Address]:
         """Return the addresses of all endpoints, in the resolver's order. Raises CoordinatorUnavailableError."""
         addresses: dict[Address, None] = {}
         for endpoint in self._settings.coordinator:
@@ -103,7 +103,7 @@ class Connector:
             async with asyncio.timeout(REQUEST_SECONDS):
                 return await Stream.open(
                     (address.ip, address.port),
-                    self._context(),
+                    self._create_tls_context(),
                     address.host,
                     f"GET {STREAM_PATH}?{urlencode(query)} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n"
                     f"Connection: Upgrade\r\nUpgrade: {UPGRADE}\r\nAuthorization: Bearer {token}\r\n\r\n",
@@ -133,7 +133,7 @@ class Connector:
             self._known[endpoint] = addresses
         return addresses
 
-    def _context(self) -> ssl.SSLContext:
+    def _create_tls_context(self) -> ssl.SSLContext:
         """Return a TLS context that trusts only the mounted certificate authority, read now."""
         ca = self._settings.ca_path.read_bytes()
         if self._tls is None or ca != self._ca:

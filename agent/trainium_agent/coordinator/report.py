@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from trainium_agent.exits.diagnosis import MESSAGE_CHARACTERS, ExitDiagnoser, describe_exit, last_runtime_message
+from trainium_agent.exits.diagnosis import MESSAGE_CHARACTERS, ExitDiagnoser, describe_exit, find_last_runtime_message
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.status.results import FIGURES, Alert, RunStage, read_results
@@ -72,9 +72,9 @@ class _Failure:
             return True
         return time.time() > self.process.ended_at + _LAST_LINES_SECONDS
 
-    def message(self) -> ProcessFailure:
+    def build_message(self) -> ProcessFailure:
         """Return the failure as sent to the coordinator; it does not change once complete."""
-        runtime_message = None if self.sentence else last_runtime_message(self.process)
+        runtime_message = None if self.sentence else find_last_runtime_message(self.process)
         return ProcessFailure(
             sequence=self.sequence,
             generation=self.generation,
@@ -84,7 +84,7 @@ class _Failure:
             step=self.step,
             message=self.sentence[:MESSAGE_CHARACTERS] or describe_exit(self.process),
             runtime_status=runtime_message.status if runtime_message is not None else None,
-            output_line="" if self.sentence else self.process.output.last_error_sign(),
+            output_line="" if self.sentence else self.process.output.find_last_error_sign(),
             newer_generation=self.newer_generation,
             at=self.at or self.process.ended_at,
         )
@@ -174,14 +174,14 @@ class PodReport:
 
     def _observe_last_step(self) -> float:
         """Read the last step of the ranks, whichever attempt they are of; return when it ended, or 0 for none."""
-        newest = self._workload.newest(self.progress_files)
+        newest = self._workload.read_newest(self.progress_files)
         if newest is None:
             return 0.0
         record = newest[0]
         if record.step > 0 or record.resume_step > 0:
             self._best_step = max(self._best_step, record.step, record.resume_step)
         has_trained = RunStage.parse(record.stage) is RunStage.TRAIN and record.step > max(record.resume_step, 0)
-        return max(_finite(record.updated) or 0.0, 0.0) if has_trained else 0.0
+        return max(_drop_nonfinite(record.updated) or 0.0, 0.0) if has_trained else 0.0
 
     def set_generation(self, generation: int) -> None:
         """Record a newer generation in which this pod cannot take part."""
@@ -277,7 +277,7 @@ class PodReport:
 
     def observe(self) -> None:
         """Read the ranks' progress and check whether a restart has resumed."""
-        newest = self._workload.newest(self.progress_files)
+        newest = self._workload.read_newest(self.progress_files)
         if newest is None:
             return
         record, path = newest
@@ -296,16 +296,16 @@ class PodReport:
             samples=max(record.samples, 0),
             memory_step=max(record.memory_step, -1),
             durable_step=max(record.durable_step, self._workload.durable_step, -1),
-            updated=max(_finite(record.updated) or 0.0, 0.0),
-            productive_seconds=max(_finite(record.productive_seconds) or 0.0, 0.0),
+            updated=max(_drop_nonfinite(record.updated) or 0.0, 0.0),
+            productive_seconds=max(_drop_nonfinite(record.productive_seconds) or 0.0, 0.0),
             started=self._started,
             loaded=self._loaded,
             notice=read_notice(path)[:MESSAGE_CHARACTERS],
             alerts=_read_alerts(path),
             total_steps=max(record.total_steps, 0),
             stage=stage.value,
-            stage_progress=None if is_training else round(_finite(record.stage_progress) or 0.0, 4),
-            stage_since=0.0 if is_training else max(_finite(record.stage_since) or 0.0, 0.0),
+            stage_progress=None if is_training else round(_drop_nonfinite(record.stage_progress) or 0.0, 4),
+            stage_since=0.0 if is_training else max(_drop_nonfinite(record.stage_since) or 0.0, 0.0),
             artifacts=results.artifacts,
             evaluation=results.evaluation,
             hang_detection="" if hang_detection is None else hang_detection.value,
@@ -324,7 +324,7 @@ class PodReport:
         if self.phase is WorkerPhase.LOADING and record.phase is ProgressPhase.TRAINING:
             self.set_phase(WorkerPhase.TRAINING)
 
-    def heartbeat(self) -> HeartbeatRequest:
+    def build_heartbeat(self) -> HeartbeatRequest:
         """Return the current heartbeat."""
         self.observe()
         verdict = self._verdict
@@ -338,9 +338,9 @@ class PodReport:
             phase=self.phase,
             progress=self._progress,
             failures=tuple(
-                failure.message() for failure in takewhile(lambda failure: failure.is_complete, self._failures)
+                failure.build_message() for failure in takewhile(lambda failure: failure.is_complete, self._failures)
             ),
-            verdict=verdict.message() if isinstance(verdict, _Failure) else verdict,
+            verdict=verdict.build_message() if isinstance(verdict, _Failure) else verdict,
             restarts=tuple(self._restarts),
             waiting_for=self._waiting_for,
             ready=self.standby_warm(),
@@ -378,7 +378,7 @@ class PodReport:
         if self._workload.hang_detection is not None and not self._is_load_known and (is_compiling or record.step >= 0):
             self._is_load_known = True
             loaded = record.stage_since if is_compiling else record.updated
-            self._loaded = min(max(_finite(loaded) or now, self._started), now)
+            self._loaded = min(max(_drop_nonfinite(loaded) or now, self._started), now)
 
     def _find_resume_time(self, record: ProgressRecord, step_before: int) -> float | None:
         """Return when the ranks passed the step at which the failure had stopped them; None before."""
@@ -405,6 +405,6 @@ def _read_alerts(path: Path) -> tuple[Alert, ...]:
     )
 
 
-def _finite(value: float) -> float | None:
+def _drop_nonfinite(value: float) -> float | None:
     """Return the value; None for NaN and infinity."""
     return value if value == value and abs(value) != float("inf") else None  # noqa: PLR0124 - NaN differs from itself

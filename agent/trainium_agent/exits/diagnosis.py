@@ -61,9 +61,9 @@ class Diagnosis:
     """For a cause of this node: within a week, during the life of this pod."""
 
 
-def last_runtime_message(process: RankProcess) -> RuntimeMessage | None:
+def find_last_runtime_message(process: RankProcess) -> RuntimeMessage | None:
     """Return the most specific message of the runtime in the process's output before it ended."""
-    return process.output.last_message(process.ended_at or time.time())
+    return process.output.find_last_message(process.ended_at or time.time())
 
 
 def describe_exit(process: RankProcess) -> str:
@@ -74,10 +74,10 @@ def describe_exit(process: RankProcess) -> str:
     has displaced it from the last lines. Without either, the message is the meaning of the code.
     """
     code = process.exit_code or 0
-    output = redact_secrets(process.output.text(4 * MESSAGE_CHARACTERS)).split("\n")
+    output = redact_secrets(process.output.read_text(4 * MESSAGE_CHARACTERS)).split("\n")
     lines = [line for line in output if explains_exit(line)] or output
     reason, others = _find_reason(code, [strip_margin(line) for line in lines])
-    message = last_runtime_message(process)
+    message = find_last_runtime_message(process)
     if message is not None and message.line not in "\n".join(reason + others)[: MESSAGE_CHARACTERS // 2]:
         reason.insert(code > SIGNAL_BASE, redact_secrets(format_message(message))[:_RUNTIME_MESSAGE_CHARACTERS])
     head = "\n".join(filter(None, reason))[:MESSAGE_CHARACTERS] or classify_exit_code(code).sentence
@@ -137,11 +137,11 @@ class ExitDiagnoser:
         """Classify this process's end by all signs of this pod."""
         process.output.complete.wait(_LAST_OUTPUT_SECONDS)  # the last lines are still in the pipe
         self.memory_kills.observe()
-        message = last_runtime_message(process)
+        message = find_last_runtime_message(process)
         return classify_exit(
             process.exit_code or 0,
             runtime_status=message.status if message is not None else None,
-            output_line=process.output.last_error_sign(),
+            output_line=process.output.find_last_error_sign(),
             message=describe_exit(process),
             kernel=select_kernel_lines(self.kernel.newest, process.ended_at),
             rules=self._read_rules(),

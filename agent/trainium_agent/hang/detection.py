@@ -65,11 +65,11 @@ def stall_limit(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes, *,
 
     A stopped process neither waits for storage nor compiles, so the limit of a step applies to it.
     """
-    limit = _phase_limit(phase, spec, baseline)
-    return min(limit, _phase_limit(TrainerPhase.STEP, spec, baseline)) if state in STOPPED else limit
+    limit = _compute_phase_limit(phase, spec, baseline)
+    return min(limit, _compute_phase_limit(TrainerPhase.STEP, spec, baseline)) if state in STOPPED else limit
 
 
-def _phase_limit(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes) -> float:
+def _compute_phase_limit(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes) -> float:
     floor, factor = spec.step_floor_seconds, spec.step_factor
     match phase:
         case TrainerPhase.INIT:
@@ -82,7 +82,7 @@ def _phase_limit(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes) -
             return spec.save_seconds
         case TrainerPhase.STEP:
             steps = baseline.steps if len(baseline.steps) >= _ENOUGH_STEPS else (*baseline.steps, baseline.first_step)
-            return max(floor, factor * percentile(steps, 0.99))
+            return max(floor, factor * compute_percentile(steps, 0.99))
 
 
 def _calibrate_limit(baseline: float, floor: float, factor: float) -> float:
@@ -90,7 +90,7 @@ def _calibrate_limit(baseline: float, floor: float, factor: float) -> float:
     return max(floor, factor * baseline) if baseline > 0 else math.inf
 
 
-def percentile(values: Sequence[float], share: float) -> float:
+def compute_percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that `share` of the values do not exceed; 0 for none."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
@@ -348,6 +348,6 @@ class Calibration:
         """Record the length of an initialization."""
         self._inits[world_size] = max(seconds, self._inits.get(world_size, 0.0))
 
-    def baseline(self, world_size: int, steps: tuple[float, ...]) -> BaselineTimes:
+    def compute_baseline(self, world_size: int, steps: tuple[float, ...]) -> BaselineTimes:
         """Return the measured times at this size."""
         return BaselineTimes(steps, self._first_steps.get(world_size, 0.0), self._inits.get(world_size, 0.0))

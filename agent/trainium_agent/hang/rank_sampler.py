@@ -15,12 +15,12 @@ from trainium_agent.hang.detection import (
     RankSample,
     Stall,
     StallTracker,
-    percentile,
+    compute_percentile,
     stall_limit,
 )
 from trainium_agent.linux import kernel
 from trainium_agent.linux.kernel import CpuWaitSampler
-from trainium_agent.workload.attempt import progress_file
+from trainium_agent.workload.attempt import find_progress_file
 from trainium_contract.wire.messages import StepTiming, TrainerPhase
 from trainium_contract.worker_process.process_tree import list_descendants
 from trainium_worker.progress_record import ProgressPhase
@@ -97,7 +97,7 @@ class RankSampler:
 
     def _sample_rank(self, process: RankProcess, now: float) -> tuple[RankSample, StepTiming | None]:
         starting_since = self._starting_since.setdefault(process.pid, now)
-        path = progress_file(self._settings, self._generation, process.local_rank)
+        path = find_progress_file(self._settings, self._generation, process.local_rank)
         reading = self._workload.read(path)
         if reading is None or reading.pulse is None:
             return self._sample_unreported(process, now), None
@@ -113,7 +113,7 @@ class RankSampler:
         if record.phase in _ENDING:
             phase = TrainerPhase.SAVE  # the remaining work may be storage, and its peers may still save
         step_seconds = tuple(length for length, _ in pulse.steps)
-        baseline = self._calibration.baseline(self._world_size, step_seconds)
+        baseline = self._calibration.compute_baseline(self._world_size, step_seconds)
         activity = (process.pid, pulse.beats)
         letter, cpu_seconds = self._read_kernel_state(process, activity, now)
         limit = stall_limit(phase, self._spec, baseline, state=letter)
@@ -134,17 +134,19 @@ class RankSampler:
 
     def _sample_unreported(self, process: RankProcess, now: float) -> RankSample:
         """Sample a rank that has reported nothing in this attempt."""
-        counter = self._workload.activity_counter(process, now)
+        counter = self._workload.count_activity(process, now)
         activity = (process.pid, -1 if counter is None else counter)
         letter, cpu_seconds = self._read_kernel_state(process, activity, now)
         is_program = self._workload.hang_detection is not None
         if not is_program:
-            baseline, waiting = self._calibration.baseline(self._world_size, ()), False
+            baseline, waiting = self._calibration.compute_baseline(self._world_size, ()), False
             limit = stall_limit(TrainerPhase.INIT, self._spec, baseline, state=letter)
         else:  # its state is unknown
             limit, waiting = (math.inf if counter is None else self._spec.init_seconds), None
             if letter in STOPPED:
-                limit = stall_limit(TrainerPhase.STEP, self._spec, self._calibration.baseline(self._world_size, ()))
+                limit = stall_limit(
+                    TrainerPhase.STEP, self._spec, self._calibration.compute_baseline(self._world_size, ())
+                )
         stall = Stall(
             process.rank,
             TrainerPhase.INIT,
@@ -165,7 +167,7 @@ class RankSampler:
             return "", 0.0
         if now - unchanged[1] < min(_ASK_KERNEL_AFTER_SECONDS, self._interval):
             return "", 0.0
-        process_state = kernel.process_state(process.pid)
+        process_state = kernel.read_process_state(process.pid)
         letter = process_state.letter
         if self._workload.hang_detection is not None and letter not in STOPPED:
             letter = self._find_stopped_descendant(process.pid, now) or letter
@@ -175,7 +177,7 @@ class RankSampler:
         """Return the state of a stopped descendant: a program may be a shell or launcher of the process that trains."""
         searched_at, letter = self._stopped_descendants.get(pid, (-math.inf, ""))
         if now >= searched_at + self._spec.step_floor_seconds / _SEARCHES_PER_LIMIT:
-            letters = (kernel.process_state(descendant).letter for descendant in list_descendants(pid))
+            letters = (kernel.read_process_state(descendant).letter for descendant in list_descendants(pid))
             letter = next((found for found in letters if found in STOPPED), "")
             self._stopped_descendants[pid] = (now, letter)
         return letter
@@ -188,7 +190,7 @@ def summarize_steps(steps: tuple[tuple[float, float], ...], cpu_wait: float | No
         return None
     return StepTiming(
         steps=len(newest),
-        step_seconds=round(percentile([length for length, _ in newest], 0.5), 6),
-        own_seconds=round(percentile([own_seconds for _, own_seconds in newest], 0.5), 6),
+        step_seconds=round(compute_percentile([length for length, _ in newest], 0.5), 6),
+        own_seconds=round(compute_percentile([own_seconds for _, own_seconds in newest], 0.5), 6),
         cpu_wait=cpu_wait,
     )

@@ -23,7 +23,7 @@ from trainium_agent.hang.detection import Finding, FindingKind, Stall
 from trainium_agent.hang.rank_sampler import RankSampler
 from trainium_agent.lifecycle.events import HangFound, InquiryUpdated, RanksSampled
 from trainium_agent.linux import stacks
-from trainium_agent.workload.attempt import progress_file
+from trainium_agent.workload.attempt import find_progress_file
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.messages import StuckRank
@@ -79,7 +79,7 @@ class HangResponse:
             self._stacks = {}
         return RanksSampled(overdue, self._sampler.timing)
 
-    def inquiry_update(self) -> InquiryUpdated:
+    def build_inquiry_update(self) -> InquiryUpdated:
         """Return the state of the inquiry and the stuck ranks."""
         return InquiryUpdated(self.inquiry.is_open, self._stuck)
 
@@ -115,7 +115,7 @@ class HangResponse:
         suspicious = any(stall.overdue for stall in stalled)
         suspects = {stall.rank for stall in stalled if suspicious and stall.seconds > stall.limit / 2}
         without_stack = {
-            process.rank: (process.pid, progress_file(self._settings, self._generation, process.local_rank))
+            process.rank: (process.pid, find_progress_file(self._settings, self._generation, process.local_rank))
             for process in self._living
             if process.rank in suspects and process.rank not in self._stacks and process.alive
         }
@@ -236,10 +236,10 @@ class Inquiry:
             self._own_inquiry = 0  # another agent asked at the same time, or took over
         store = self._store
         store.set(
-            self._key(state.attempt, self._node_rank),
+            self._format_key(state.attempt, self._node_rank),
             f"{state.inquiry} {detection.encode_stalls(self._sample_ranks())}",
         )
-        store.count(self._key(state.attempt, "answers", state.inquiry), 1)
+        store.count(self._format_key(state.attempt, "answers", state.inquiry), 1)
 
     def conclude(self, attempt: int) -> Finding | None:
         """Publish and return the finding that ends the attempt; None before the answers, and if a rank has time left.
@@ -249,7 +249,7 @@ class Inquiry:
         if not self.is_open:
             return None
         store = self._store
-        answered_count = store.count(self._key(attempt, "answers", self._own_inquiry))
+        answered_count = store.count(self._format_key(attempt, "answers", self._own_inquiry))
         if answered_count < self._members and time.monotonic() < self._deadline:
             return None
         finding = detection.find_culprits(self._read_answers(store, attempt), self._members)
@@ -257,23 +257,23 @@ class Inquiry:
         self._not_before = time.monotonic() + finding.retry_seconds
         if finding.kind is FindingKind.PROGRESSING:
             return None
-        store.set(self._key(attempt, "finding"), finding.encode())
+        store.set(self._format_key(attempt, "finding"), finding.encode())
         return finding
 
     def read_finding(self, attempt: int) -> Finding:
         """Return the published finding of an attempt; without one, that no rank differs. Raises StoreLostError."""
-        store, key = self._store, self._key(attempt, "finding")
+        store, key = self._store, self._format_key(attempt, "finding")
         return Finding.decode(store.get(key)) if store.has(key) else Finding(FindingKind.COLLECTIVE)
 
     def _read_answers(self, store: GenerationStore, attempt: int) -> dict[int, tuple[Stall, ...]]:
         answers = {}
         for node_rank in range(self._members):
-            key = self._key(attempt, node_rank)
+            key = self._format_key(attempt, node_rank)
             if store.has(key):
                 number, _, text = store.get(key).partition(" ")
                 if int(number) == self._own_inquiry:
                     answers[node_rank] = detection.decode_stalls(text)
         return answers
 
-    def _key(self, attempt: int, *parts: object) -> str:
-        return self._store.key(attempt, "hang", *parts)
+    def _format_key(self, attempt: int, *parts: object) -> str:
+        return self._store.format_key(attempt, "hang", *parts)

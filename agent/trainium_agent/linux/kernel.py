@@ -27,7 +27,7 @@ _NAME_BYTES = 15
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _prctl(option: int, value: int) -> None:
+def _call_prctl(option: int, value: int) -> None:
     if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -35,12 +35,12 @@ def _prctl(option: int, value: int) -> None:
 
 def die_with_parent() -> None:
     """Make the kernel send SIGKILL to this process when the thread that created it ends."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _call_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of every orphaned descendant, as PID 1 already is."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def lower_thread_priority() -> None:
@@ -72,7 +72,7 @@ def set_process_title(title: str) -> None:
     _libc.prctl(_PR_SET_NAME, title.encode()[:_NAME_BYTES].ljust(_NAME_BYTES + 1, b"\0"), 0, 0, 0)
 
 
-def thread_names() -> tuple[str, ...]:
+def list_thread_names() -> tuple[str, ...]:
     """Return the names of this process's threads except the main one, including native threads."""
     names = []
     for task in Path("/proc/self/task").iterdir():
@@ -82,7 +82,7 @@ def thread_names() -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def process_name(pid: int) -> str:
+def read_process_name(pid: int) -> str:
     """Return the name of a process and its pid."""
     try:
         return f"{Path(f'/proc/{pid}/comm').read_text().strip()} (pid {pid})"
@@ -102,7 +102,7 @@ class ProcessState:
     cpu_seconds: float
 
 
-def process_state(pid: int) -> ProcessState:
+def read_process_state(pid: int) -> ProcessState:
     """Return the current state of a process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -123,7 +123,7 @@ def has_signal_handler(pid: int, number: int) -> bool:
     return False
 
 
-def kernel_location(pid: int) -> str:
+def read_kernel_location(pid: int) -> str:
     """Return where in the kernel a process sleeps: its stack, else the wait channel; empty if unreadable."""
     for name in ("stack", "wchan"):
         try:

@@ -43,7 +43,7 @@ _LONG_PATH = re.compile(r"\((?=/)(?:[^/)]*/)*(?=[^/)]+/[^/)]+\))")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
 
 
-def stacks_path(progress: Path) -> Path:
+def find_stacks_path(progress: Path) -> Path:
     """Return the file of a rank's stacks, beside its progress record."""
     return progress.with_name(f"{progress.name}.stacks")
 
@@ -51,7 +51,7 @@ def stacks_path(progress: Path) -> Path:
 def dump_on_signal(progress: Path) -> None:
     """Make this process write the stacks of all threads at each `DUMP_SIGNAL`; a rank also works without it."""
     with contextlib.suppress(OSError):
-        path = stacks_path(progress)
+        path = find_stacks_path(progress)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Stays open for the life of the process, because a signal handler cannot open files.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
@@ -95,22 +95,22 @@ def request_stacks(processes: Mapping[int, tuple[int, Path]]) -> dict[int, Stack
     answers: dict[int, StackDump] = {}
     sizes: dict[int, int] = {}
     for rank, (pid, progress) in processes.items():
-        if kernel.process_state(pid).letter in ("T", "t"):
+        if kernel.read_process_state(pid).letter in ("T", "t"):
             answers[rank] = StackDump(problem="no stack: it is stopped, so it cannot answer")
-        elif not stacks_path(progress).exists() or not kernel.has_signal_handler(pid, DUMP_SIGNAL):
+        elif not find_stacks_path(progress).exists() or not kernel.has_signal_handler(pid, DUMP_SIGNAL):
             answers[rank] = StackDump(problem="no stack: its signal handler is not installed yet")
         else:
-            sizes[rank] = _read_size(stacks_path(progress))
+            sizes[rank] = _read_size(find_stacks_path(progress))
             with contextlib.suppress(OSError):
                 os.kill(pid, DUMP_SIGNAL)
-    _await_answers({rank: (stacks_path(processes[rank][1]), size) for rank, size in sizes.items()})
+    _await_answers({rank: (find_stacks_path(processes[rank][1]), size) for rank, size in sizes.items()})
     for rank, size in sizes.items():
         pid, progress = processes[rank]
-        text = _read_tail(stacks_path(progress), size)
-        letter = kernel.process_state(pid).letter or "?"
+        text = _read_tail(find_stacks_path(progress), size)
+        letter = kernel.read_process_state(pid).letter or "?"
         answers[rank] = StackDump(text, "" if text else f"no stack: no answer in process state {letter}")
     return {
-        rank: replace(stacks, kernel_location=kernel.kernel_location(processes[rank][0]))
+        rank: replace(stacks, kernel_location=kernel.read_kernel_location(processes[rank][0]))
         for rank, stacks in answers.items()
     }
 

@@ -66,7 +66,7 @@ class OutputTail:
 
         `on_line` gets each line, and the text that a progress bar overwrites.
         """
-        self._formatter = formatter or prefix_formatter(prefix)
+        self._formatter = formatter or create_prefix_formatter(prefix)
         self._on_line = on_line
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=_LINES)
@@ -76,18 +76,18 @@ class OutputTail:
         self.complete = threading.Event()
         """Set when everything that the rank wrote has been read."""
 
-    def text(self, limit: int) -> str:
+    def read_text(self, limit: int) -> str:
         """Return the last lines, cut at the front to at most `limit` characters."""
         with self._lock:
             text = "\n".join(self._lines)
         return text[-limit:] if limit > 0 else ""
 
-    def last_message(self, at: float) -> RuntimeMessage | None:
+    def find_last_message(self, at: float) -> RuntimeMessage | None:
         """Return the most specific message of the runtime shortly before `at` (Unix seconds)."""
         with self._lock:
-            return self._runtime.last(at)
+            return self._runtime.find_last(at)
 
-    def last_error_sign(self) -> str:
+    def find_last_error_sign(self) -> str:
         """Return the name of the fault table's row that the newest error matches; empty for none."""
         with self._lock:
             lines = tuple(self._lines)
@@ -105,11 +105,11 @@ class OutputTail:
         if len(self._partial) > _MAX_LINE_BYTES:
             complete.append(self._partial)
             self._partial = b""
-        return b"".join(map(self._line, complete)) + self._log_bar()
+        return b"".join(map(self._add_line, complete)) + self._log_bar()
 
     def _log_bar(self) -> bytes:
         """Return the newest text of a line that is overwritten, at intervals."""
-        bar, now = _visible_text(self._partial), time.monotonic()
+        bar, now = _find_visible_text(self._partial), time.monotonic()
         if b"\r" not in self._partial or now < self._bar_at + _BAR_SECONDS:
             return b""
         self._bar, self._bar_at = bar, now
@@ -119,7 +119,7 @@ class OutputTail:
         """End the output and return the rest of it for the log."""
         self._call_on_line(b"\n")
         rest, self._partial = self._partial, b""
-        shown = self._line(rest) if rest else b""
+        shown = self._add_line(rest) if rest else b""
         self.complete.set()
         return shown
 
@@ -131,8 +131,8 @@ class OutputTail:
         for line in filter(None, complete):
             self._on_line(line)
 
-    def _line(self, line: bytes) -> bytes:
-        shown = self._formatter(_visible_text(line))
+    def _add_line(self, line: bytes) -> bytes:
+        shown = self._formatter(_find_visible_text(line))
         for sentence in strip_escapes(shown.text).split(b"\n"):
             if sentence.strip():
                 text = sentence.decode(errors="replace").rstrip()
@@ -145,7 +145,7 @@ class OutputTail:
         return b"" if is_logged else shown.log
 
 
-def _visible_text(line: bytes) -> bytes:
+def _find_visible_text(line: bytes) -> bytes:
     """Return what a terminal shows of a line: the text after the last carriage return."""
     return next((text for text in reversed(line.split(b"\r")) if text.strip()), b"")
 
@@ -168,7 +168,7 @@ class OutputPump:
         """Return a pipe for a rank: its write end, which the caller closes, and its tail."""
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
-        tail = OutputTail(source.prefix, line_formatter(self._settings, source), on_line)
+        tail = OutputTail(source.prefix, create_line_formatter(self._settings, source), on_line)
         with self._lock:
             self._new.append((read_end, tail))
         os.write(self._wake_write, b"x")
@@ -245,17 +245,17 @@ class FormattedLine:
 LineFormatter = Callable[[bytes], FormattedLine]
 
 
-def prefix_formatter(prefix: str) -> LineFormatter:
+def create_prefix_formatter(prefix: str) -> LineFormatter:
     """Return a formatter that puts a prefix in front of each line."""
     mark = prefix.encode()
     return lambda line: FormattedLine(line, mark + line + b"\n")
 
 
-def line_formatter(settings: AgentSettings, source: OutputSource) -> LineFormatter:
+def create_line_formatter(settings: AgentSettings, source: OutputSource) -> LineFormatter:
     """Return the formatter for this process's output."""
     if settings.log_format is LogFormat.TEXT:
-        return prefix_formatter(source.prefix)
-    blank = _blank_log_line(settings, source)
+        return create_prefix_formatter(source.prefix)
+    blank = _create_log_line(settings, source)
     attribution = {field: getattr(blank, field) for field in _ATTRIBUTION}
 
     def format_line(line: bytes) -> FormattedLine:
@@ -273,7 +273,7 @@ def line_formatter(settings: AgentSettings, source: OutputSource) -> LineFormatt
     return format_line
 
 
-def _blank_log_line(settings: AgentSettings, source: OutputSource) -> LogLine:
+def _create_log_line(settings: AgentSettings, source: OutputSource) -> LogLine:
     """Return an empty log line of this process's output."""
     return build_log_line(
         "",

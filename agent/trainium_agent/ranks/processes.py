@@ -54,7 +54,7 @@ class Reaper:
         if code is not None:
             on_exit(code)
 
-    def unwatched(self) -> list[int]:
+    def list_unwatched(self) -> list[int]:
         """Return the live children that are not watched: orphans of ended processes."""
         with self._lock:
             watched = {*self._watched}

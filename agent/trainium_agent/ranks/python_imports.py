@@ -82,7 +82,7 @@ def find_imports(arguments: Sequence[str], directory: str) -> list[tuple[str, st
 
 def _read_imports(path: str, package: str) -> Iterator[tuple[str, str]]:
     try:
-        if _size_of(path) > _MAX_FILE_BYTES:
+        if _read_size(path) > _MAX_FILE_BYTES:
             return
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -130,7 +130,7 @@ def is_installed(spec: ModuleSpec) -> bool:
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
     if _is_of_library(spec):
         return True
-    return "/site-packages/" in origin or "/dist-packages/" in origin or origin.startswith(_installed_folders())
+    return "/site-packages/" in origin or "/dist-packages/" in origin or origin.startswith(_find_installed_folders())
 
 
 def _is_of_library(spec: ModuleSpec) -> bool:
@@ -138,7 +138,7 @@ def _is_of_library(spec: ModuleSpec) -> bool:
 
 
 @functools.cache
-def _installed_folders() -> tuple[str, ...]:
+def _find_installed_folders() -> tuple[str, ...]:
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return tuple(f"{folder}/" for folder in folders if folder)
 
@@ -158,12 +158,12 @@ class ProgramImports:
     @property
     def has_new(self) -> bool:
         """Whether ranks have recorded modules since the last pass."""
-        return _size_of(self._record) != self._size
+        return _read_size(self._record) != self._size
 
     def import_new(self) -> None:
         """Import what the source names, in the first pass, and what ranks have recorded since the last one."""
         names = find_imports(*self._start) if self._size < 0 else []
-        self._size = _size_of(self._record)
+        self._size = _read_size(self._record)
         recorded = [name for name in read_recorded(self._record) if name not in self._known]
         self._known.update(recorded)
         names += [(name, "") for name in recorded if (spec := _find_spec(name, sys.path)) and is_installed(spec)]
@@ -172,7 +172,7 @@ class ProgramImports:
         fill_caches()
 
 
-def _size_of(path: str) -> int:
+def _read_size(path: str) -> int:
     try:
         return Path(path).stat().st_size
     except OSError:
@@ -191,10 +191,10 @@ def import_ahead(names: Sequence[tuple[str, str]]) -> str:
         for module, name in names:
             if module.partition(".")[0] in _DEVICE_LIBRARIES:
                 continue
-            threads = len(kernel.thread_names())
+            threads = len(kernel.list_thread_names())
             with contextlib.suppress(Exception, SystemExit):  # the rank reports it
                 _import(module, name)
-            if not suspect and len(kernel.thread_names()) > threads:
+            if not suspect and len(kernel.list_thread_names()) > threads:
                 suspect = module
     finally:
         del os.environ[_AUTOLOAD]

@@ -31,7 +31,7 @@ def register() -> None:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[None]:
+def record_exit() -> Iterator[None]:
     """Record the exit code with which the block ends the process."""
     global _stopped  # noqa: PLW0603 - the exit handler has no other access
     try:

@@ -75,7 +75,7 @@ class RuntimeMessages:
         if status is not None:
             self._newest[status] = RuntimeMessage(status, text, at)
 
-    def last(self, at: float) -> RuntimeMessage | None:
+    def find_last(self, at: float) -> RuntimeMessage | None:
         """Return the most specific message shortly before a process ended at `at` (Unix seconds)."""
         recent = [message for message in self._newest.values() if message.at >= at - _SHORTLY_SECONDS]
         return min(recent, key=lambda message: _ORDER[message.status], default=None)

@@ -136,16 +136,16 @@ def serve(channel: socket.socket, agent_pid: int, plan: StandbyPlan) -> Any:
     os.setsid()
     kernel.set_process_title("trainium-standby")
     rank_exit.register()
-    _default_signals()
+    _reset_signals()
     python = find_python(plan.command) if plan.command else None
     program = python_imports.ProgramImports(python.arguments, plan.directory, plan.record) if python else None
     _warm_up(channel, plan, program)
-    _send(channel, {"ready": True, "threads": _foreign_threads(), "module": program.suspect if program else ""})
+    _send(channel, {"ready": True, "threads": _list_foreign_threads(), "module": program.suspect if program else ""})
     while True:
         while program and not is_readable(channel, _RECORD_SECONDS):
             if program.has_new:
                 _warm_up(channel, StandbyPlan(), program)
-            if program.suspect and _foreign_threads():
+            if program.suspect and _list_foreign_threads():
                 os._exit(0)  # the next standby reports them
         packet, descriptors = receive(channel)
         if not packet:
@@ -187,12 +187,12 @@ def _send(channel: socket.socket, body: Mapping[str, Any]) -> None:
         os._exit(0)
 
 
-def _foreign_threads() -> list[str]:
+def _list_foreign_threads() -> list[str]:
     """Return the threads that a fork would lose; the kernel still lists a joined thread for a moment."""
     deadline = time.monotonic() + _THREAD_END_SECONDS
     forked = False
     while True:
-        threads = [name for name in kernel.thread_names() if name not in _HARMLESS_THREADS]
+        threads = [name for name in kernel.list_thread_names() if name not in _HARMLESS_THREADS]
         if threads and not forked:  # libraries such as OpenBLAS end their threads before a fork
             forked = True
             pid = os.fork()
@@ -281,7 +281,7 @@ def _run_rank(
         os._exit(1)
     os.setsid()
     kernel.set_process_title(request.title)
-    _default_signals()
+    _reset_signals()
     logging.getLogger().handlers.clear()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, output), (2, output)):
@@ -305,7 +305,7 @@ def _run_rank(
         python_imports.prepare_fork()
         if plan.record and request.environment.get("LOCAL_RANK") == "0":
             sys.meta_path.insert(0, python_imports.ImportRecorder(plan.record))
-        with rank_exit.recording():
+        with rank_exit.record_exit():
             run_command(request.argv)
         return 0
     sys.argv = ["trainium-trainer", *request.argv]
@@ -336,7 +336,7 @@ def _execute(request: StartRequest) -> NoReturn:
         exit_with_error(f"program.command {command} {where} cannot be executed ({hint}): correct it")
 
 
-def _default_signals() -> None:
+def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)

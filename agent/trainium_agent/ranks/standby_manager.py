@@ -43,7 +43,7 @@ _START_SECONDS = 30.0
 _RESPAWN_SECONDS = 30.0
 
 
-def _output_source(request: standby.StartRequest, rank: int, attempt: int, label: str) -> OutputSource:
+def _format_output_source(request: standby.StartRequest, rank: int, attempt: int, label: str) -> OutputSource:
     """Return the source of the output; a process with a label is not a rank."""
     if label:
         return OutputSource(label)
@@ -59,7 +59,7 @@ class ModuleMissingError(RuntimeError):
     """The standby has not imported a module that an entry point needs."""
 
 
-def _interpreter(plan: StandbyPlan) -> list[str]:
+def _build_interpreter_command(plan: StandbyPlan) -> list[str]:
     """Return the command that runs the standby's module: in the plan's interpreter, or as this process was started."""
     if plan.python:
         # Only for these imports: the agent's packages must not shadow the image's.
@@ -123,7 +123,7 @@ class Standby:
         """Start a standby that imports everything again; safe in a process with threads. Raises OSError."""
         agent_end, standby_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         descriptor = 3
-        arguments = [*_interpreter(plan), str(descriptor), str(os.getpid()), plan.encode()]
+        arguments = [*_build_interpreter_command(plan), str(descriptor), str(os.getpid()), plan.encode()]
         # dup2 to the same number would leave close-on-exec set, so the source gets another number first.
         source = os.dup(standby_end.fileno()) if standby_end.fileno() == descriptor else standby_end.fileno()
         try:
@@ -185,7 +185,7 @@ class Standby:
                 with contextlib.suppress(OSError):
                     os.kill(self.pid, signal.SIGKILL)
 
-    def ended(self) -> None:
+    def record_end(self) -> None:
         """Record the exit; the kernel may reuse the pid afterwards."""
         with self._ending:
             self._ended = True
@@ -244,7 +244,7 @@ class StandbyManager:
     @property
     def warm(self) -> bool:
         """Whether a rank can be started without importing anything that can be imported ahead."""
-        current = self._current()
+        current = self._get_current()
         is_warm = current.warm
         too_late = self._plan.python and time.monotonic() > current.spawned_at + _WARM_UP_SECONDS
         if current.refusal or (too_late and not current.became_warm):
@@ -268,7 +268,7 @@ class StandbyManager:
         `on_exit` is called from the reaper's thread, `on_line` from the output's. Raises StandbyLostError if two
         standbys in a row ended during the start, and ModuleMissingError.
         """
-        write_end, tail = self._pump.open(_output_source(request, rank, attempt, label), on_line)
+        write_end, tail = self._pump.open(_format_output_source(request, rank, attempt, label), on_line)
         with self._starting:
             try:
                 self._reaper.clear_unclaimed()
@@ -279,7 +279,7 @@ class StandbyManager:
 
             def ended(code: int) -> None:
                 if code == 0:
-                    process.leftover_processes = tuple(map(kernel.process_name, self._reaper.unwatched()))
+                    process.leftover_processes = tuple(map(kernel.read_process_name, self._reaper.list_unwatched()))
                 process.record_exit(code)
                 on_exit(process)
 
@@ -292,29 +292,29 @@ class StandbyManager:
 
         A process that this manager still runs, its children and the standby stay.
         """
-        return [kernel.process_name(pid) for pid in kill_all(self._leftovers, seconds)]
+        return [kernel.read_process_name(pid) for pid in kill_all(self._list_leftovers, seconds)]
 
-    def _leftovers(self) -> list[int]:
+    def _list_leftovers(self) -> list[int]:
         with self._starting, self._changed:  # until it is watched, a new process looks like a leftover
-            roots = self._reaper.unwatched()
+            roots = self._reaper.list_unwatched()
         return [pid for root in roots for pid in (root, *list_descendants(root))]
 
     def close(self) -> None:
         """End the standby for good."""
         self._closed.set()
-        self._current().kill()
+        self._get_current().kill()
 
     def _start_on_any(self, request: standby.StartRequest, write_end: int, descriptors: Sequence[int]) -> ForkedRank:
-        first = self._current()
+        first = self._get_current()
         try:
             return first.start(request, write_end, descriptors)
         except StandbyLostError as loss:
             _log.warning("%s; a new one starts cold", loss)
             first.kill()
         self._wait_for_replacement(first)
-        return self._current().start(request, write_end, descriptors)
+        return self._get_current().start(request, write_end, descriptors)
 
-    def _current(self) -> Standby:
+    def _get_current(self) -> Standby:
         with self._changed:
             return self._standby
 
@@ -335,7 +335,7 @@ class StandbyManager:
             self._changed.notify_all()
 
         def ended(code: int) -> None:
-            fresh.ended()
+            fresh.record_end()
             if self._closed.is_set():
                 return
             if self._plan.python and not fresh.became_warm:

@@ -99,7 +99,7 @@ class AgreedStop:
         """Return the check at which all ranks stop; None if the agents do not agree in time."""
         store = self._store
         store.connect()
-        keys = [store.key(self.attempt, "stop", node_rank) for node_rank in range(self._members)]
+        keys = [store.format_key(self.attempt, "stop", node_rank) for node_rank in range(self._members)]
         store.set(keys[self._node_rank], str(max_checks))
         deadline = time.monotonic() + self._timeout
         while not store.has(*keys):

@@ -38,11 +38,11 @@ _LAST_PUBLICATION = ""
 
 
 def _count_key(store: GenerationStore) -> str:
-    return store.key("publications")
+    return store.format_key("publications")
 
 
-def _publication_key(store: GenerationStore, number: int) -> str:
-    return store.key("publication", number)
+def _format_publication_key(store: GenerationStore, number: int) -> str:
+    return store.format_key("publication", number)
 
 
 class StatePublisher:
@@ -83,7 +83,9 @@ class StatePublisher:
             self._notified.clear()
             try:
                 store.connect()
-                state = store.get(store.key("state"))  # the stored text, which keeps fields that only newer agents know
+                state = store.get(
+                    store.format_key("state")
+                )  # the stored text, which keeps fields that only newer agents know
                 if notified or state != last or time.monotonic() >= publish_at:
                     self._publish(state)
                     last, publish_at = state, time.monotonic() + MAX_PUBLISH_INTERVAL_SECONDS
@@ -94,10 +96,10 @@ class StatePublisher:
     def _publish(self, text: str) -> None:
         store = self._store
         number = store.count(_count_key(store)) + 1
-        store.set(_publication_key(store, number), text)
+        store.set(_format_publication_key(store, number), text)
         store.count(_count_key(store), 1)
         if number > _KEPT:
-            store.remove(_publication_key(store, number - _KEPT))
+            store.remove(_format_publication_key(store, number - _KEPT))
 
 
 class WaitInterruptedError(Exception):
@@ -139,7 +141,7 @@ class StateWatcher:
 
     @property
     def observations(self) -> int:
-        """Number of publications and interruptions; see `next_observation`."""
+        """Number of publications and interruptions; see `wait_for_observation`."""
         with self._observed:
             return self._observations
 
@@ -159,7 +161,7 @@ class StateWatcher:
             self._observations += 1
             self._observed.notify_all()
 
-    def next_observation(self, after: int, seconds: float) -> GenerationState | None:
+    def wait_for_observation(self, after: int, seconds: float) -> GenerationState | None:
         """Return the shared state once `observations` exceeds `after`; None after `seconds`."""
         with self._observed:
             return self._state if self._observed.wait_for(lambda: self._observations > after, seconds) else None
@@ -177,7 +179,7 @@ class StateWatcher:
         while not self._stopped.is_set():
             try:
                 self._store.connect()
-                state = self._next_state()
+                state = self._read_next_state()
                 lost = False
             except StoreLostError:
                 if not lost and not self._stopped.is_set():
@@ -194,21 +196,21 @@ class StateWatcher:
                 pause = self._interval if last is not None else min(2 * pause, _MAX_BEGIN_PAUSE_SECONDS)
                 self._stopped.wait(pause)
 
-    def _next_state(self) -> GenerationState | None:
+    def _read_next_state(self) -> GenerationState | None:
         """Return the state of the next publication, or the current state if there are none; None without a change."""
         if self._publication:
             return self._await_publication(self._publication + 1)
         if self._state is None and not self._store.has_state():
             return None
         number = self._store.count(_count_key(self._store))  # read first: a later change has a later publication
-        state = self._store.state()
+        state = self._store.read_state()
         self._publication = number if number != self._previous_publication else 0
         return state
 
     def _await_publication(self, number: int) -> GenerationState | None:
         # Until the publication arrives it counts as missing.
         self._publication, self._previous_publication = 0, number - 1
-        text = self._store.get(_publication_key(self._store, number))
+        text = self._store.get(_format_publication_key(self._store, number))
         if text == _LAST_PUBLICATION:
             self._previous_publication = number
             return None

@@ -70,7 +70,7 @@ class GenerationStore:
         if client is not None:
             client.close()
 
-    def key(self, *parts: object) -> str:
+    def format_key(self, *parts: object) -> str:
         """Return a key of this generation."""
         return "/".join([self._prefix, *(str(part) for part in parts)])
 
@@ -96,20 +96,20 @@ class GenerationStore:
 
     def create_state(self, state: GenerationState) -> None:
         """Create the shared state unless it exists."""
-        key = self.key("state")
+        key = self.format_key("state")
         self._request("swap", key, "", self._signer.sign(key, state.encode()))
 
     def has_state(self) -> bool:
         """Return whether the shared state exists."""
-        return self.has(self.key("state"))
+        return self.has(self.format_key("state"))
 
-    def state(self) -> GenerationState:
+    def read_state(self) -> GenerationState:
         """Return the shared state."""
-        return GenerationState.decode(self.get(self.key("state")))
+        return GenerationState.decode(self.get(self.format_key("state")))
 
     def update_state(self, step: Callable[[GenerationState], GenerationState]) -> GenerationState:
         """Change the shared state by a pure function, which is called again if another agent changed it first."""
-        key = self.key("state")
+        key = self.format_key("state")
         stored = self._read(key)
         while True:
             current = self._verify(key, stored)
@@ -203,15 +203,15 @@ class ExitBarrier:
     def enter(self, attempt: int, phase: WorkerPhase) -> None:
         """Record how the ranks of this pod ended."""
         self._seen_at = time.monotonic()
-        self._add(self._store.key(attempt, phase), 1)
+        self._add(self._store.format_key(attempt, phase), 1)
 
-    def all_entered(self, attempt: int) -> bool:
+    def have_all_entered(self, attempt: int) -> bool:
         """Return whether the ranks of all members have ended without a failure."""
         return (
             sum(self._count(attempt, phase) for phase in (WorkerPhase.YIELDED, WorkerPhase.FINISHED)) >= self._members
         )
 
-    def all_finished(self, attempt: int) -> bool:
+    def have_all_finished(self, attempt: int) -> bool:
         """Return whether every member has finished."""
         try:
             self._store.connect()
@@ -223,7 +223,7 @@ class ExitBarrier:
 
     def leave(self) -> None:
         """Leave after all have finished."""
-        key, others = self._store.key("left"), self._members - 1
+        key, others = self._store.format_key("left"), self._members - 1
         if self._node_rank != 0:
             self._add(key, 1)
             return
@@ -232,7 +232,7 @@ class ExitBarrier:
             time.sleep(_POLL_SECONDS)
 
     def _count(self, attempt: int, phase: WorkerPhase) -> int:
-        return self._add(self._store.key(attempt, phase), 0)
+        return self._add(self._store.format_key(attempt, phase), 0)
 
     def _add(self, key: str, amount: int) -> int:
         try:

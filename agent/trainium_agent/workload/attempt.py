@@ -33,7 +33,7 @@ class AttemptLayout:
     cause: str = ""
     """Cause of the interruption before the attempt, or Resize; empty for the first attempt of a job."""
 
-    def rank(self, local_rank: int) -> int:
+    def compute_rank(self, local_rank: int) -> int:
         """Return the global rank; ranks are numbered node by node."""
         return self.node_rank * self.ranks_per_node + local_rank
 
@@ -43,17 +43,17 @@ class AttemptLayout:
         return self.nodes * self.ranks_per_node
 
 
-def progress_file(settings: AgentSettings, generation: int, local_rank: int) -> Path:
+def find_progress_file(settings: AgentSettings, generation: int, local_rank: int) -> Path:
     """Return the file to which a local rank writes its progress."""
     return settings.progress_directory / f"g{generation}-r{local_rank}"
 
 
-def rank_environment(settings: AgentSettings, layout: AttemptLayout, local_rank: int) -> dict[str, str]:
+def build_rank_environment(settings: AgentSettings, layout: AttemptLayout, local_rank: int) -> dict[str, str]:
     """Return the environment that torch's `env://` rendezvous and programs written for torchrun read.
 
     Names and values are those of torchrun (torch/distributed/elastic/agent/server/local_elastic_agent.py).
     """
-    rank, world = str(layout.rank(local_rank)), str(layout.world_size)
+    rank, world = str(layout.compute_rank(local_rank)), str(layout.world_size)
     requested = layout.requested_nodes * layout.ranks_per_node
     return {
         "RANK": rank,
@@ -77,5 +77,5 @@ def rank_environment(settings: AgentSettings, layout: AttemptLayout, local_rank:
         **({worker_env.ENV_CAUSE: layout.cause} if layout.cause else {}),
         **({worker_env.ENV_ACCUMULATION: str(layout.accumulation)} if layout.accumulation else {}),
         **({worker_env.ENV_REQUESTED_WORLD_SIZE: str(requested)} if requested else {}),
-        worker_env.ENV_PROGRESS_FILE: os.fspath(progress_file(settings, layout.generation, local_rank)),
+        worker_env.ENV_PROGRESS_FILE: os.fspath(find_progress_file(settings, layout.generation, local_rank)),
     }

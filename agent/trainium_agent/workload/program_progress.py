@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.output import strip_escapes
-from trainium_agent.workload.attempt import progress_file
+from trainium_agent.workload.attempt import find_progress_file
 from trainium_agent.workload.posted_progress import PostedProgressServer
 from trainium_agent.workload.program_checkpoints import CheckpointFolder
 from trainium_contract.spec.program import STEP_GROUP
@@ -124,8 +124,8 @@ class ProgramMonitor:
         """
         if self.ranks.reports_each_step:
             return None
-        path = progress_file(self._settings, layout.generation, local_rank)
-        rank = _Rank(layout.rank(local_rank), layout.node_rank, path, layout.generation, layout.attempt)
+        path = find_progress_file(self._settings, layout.generation, local_rank)
+        rank = _Rank(layout.compute_rank(local_rank), layout.node_rank, path, layout.generation, layout.attempt)
         self._ranks = {**self._ranks, local_rank: rank}
         if local_rank == 0 and self._checkpoints is not None:
             self._checkpoints.list_now()  # the program resumes from the newest one
@@ -175,7 +175,7 @@ class ProgramMonitor:
             if self._checkpoints is not None and self._records:
                 self._checkpoints.record_step(*max((record.updated, record.step) for _, record in self._records))
 
-    def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:
+    def read_newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:
         """Return the record in `files` with the highest step, as of the last read, and its file.
 
         It is that of the first rank if all are in the same step. Called in the event loop.
@@ -197,7 +197,7 @@ class ProgramMonitor:
         rank = next((local_rank for local_rank in self._ranks.values() if local_rank.path == path), None)
         reported, printed = (
             reading if reading is not None and (rank is None or rank.attempt <= reading.record.attempt) else None
-            for reading in map(read_with_pulse, (path, _output_record_path(path)))
+            for reading in map(read_with_pulse, (path, _find_output_record_path(path)))
         )
         if reported is not None and reported.record.step >= 0:
             return reported
@@ -228,14 +228,14 @@ class ProgramMonitor:
         prints_steps = any(rank.path == path and rank.writer is not None for rank in self._ranks.values())
         return max(limit, self._settings.hang.save_seconds) if prints_steps else limit
 
-    def activity_counter(self, process: RankProcess, now: float) -> int | None:
+    def count_activity(self, process: RankProcess, now: float) -> int | None:
         """Return a count of the activity: output, processor time, use of the devices; None before any output."""
         rank = self._ranks.get(process.local_rank)
         if rank is None or not rank.written:
             return None
         if rank.cpu is None or now - rank.cpu[0] >= _CPU_SECONDS:
             pids = (process.pid, *list_descendants(process.pid))
-            seconds, count = sum(kernel.process_state(pid).cpu_seconds for pid in pids), count_executions()
+            seconds, count = sum(kernel.read_process_state(pid).cpu_seconds for pid in pids), count_executions()
             if rank.cpu is not None:
                 read_at, last_seconds, last_count = rank.cpu
                 rank.activity += seconds - last_seconds >= _BUSY * (now - read_at) or count != last_count
@@ -277,7 +277,7 @@ class ProgramMonitor:
 
     def _search(self, pattern: re.Pattern[bytes], rank: _Rank, at: float, line: bytes) -> None:
         try:
-            with cpu_time_limit(_SEARCH_SECONDS):
+            with limit_cpu_time(_SEARCH_SECONDS):
                 plain = strip_escapes(line)
                 match = pattern.search(plain) or (pattern.search(line) if plain != line else None)
         except TimeoutError:
@@ -315,7 +315,7 @@ class ProgramMonitor:
 
     def _open(self, rank: _Rank, step: int) -> ProgressWriter:
         """Create the record of a rank at its first step; earlier attempts count as far as the rank continues them."""
-        writer = ProgressWriter(_output_record_path(rank.path), generation=rank.generation, attempt=rank.attempt)
+        writer = ProgressWriter(_find_output_record_path(rank.path), generation=rank.generation, attempt=rank.attempt)
         writer.record_resume(step, tokens=0, samples=0)  # the time of its first step is not known
         # Without a known checkpoint it resumed right before the first step that it prints.
         writer.publish(resume_step=self.durable_step if 0 <= self.durable_step < step else step - 1)
@@ -364,7 +364,7 @@ def count_executions() -> int:
     return total
 
 
-def _output_record_path(path: Path) -> Path:
+def _find_output_record_path(path: Path) -> Path:
     """Return the file of the steps that were found in output."""
     return path.with_name(f"{path.name}.output")
 
@@ -381,7 +381,7 @@ def _parse_number(match: re.Match[bytes], group: str) -> float:
 
 
 @contextlib.contextmanager
-def cpu_time_limit(seconds: float) -> Iterator[None]:
+def limit_cpu_time(seconds: float) -> Iterator[None]:
     """Raise TimeoutError when the block takes more processor time; only a signal ends the search of an expression.
 
     A busy node may suspend the agent for longer: that is not the expression's time.

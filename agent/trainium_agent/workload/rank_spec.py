@@ -106,7 +106,7 @@ def _describe_trainer(settings: AgentSettings, container: Mapping[str, str]) -> 
 
 def _describe_program(settings: AgentSettings, program: ProgramSpec, container: Mapping[str, str]) -> RankSpec:
     command, directory = (*program.command, *program.args), program.working_directory or ""
-    environment = _program_environment(settings, container)
+    environment = _build_program_environment(settings, container)
     python = find_python(command) if program.warm is ProgramWarm.AUTO else None
     plan = StandbyPlan()
     if python is not None:
@@ -134,9 +134,9 @@ def _describe_program(settings: AgentSettings, program: ProgramSpec, container: 
     )
 
 
-def _program_environment(settings: AgentSettings, container: Mapping[str, str]) -> Mapping[str, str]:
+def _build_program_environment(settings: AgentSettings, container: Mapping[str, str]) -> Mapping[str, str]:
     """Return variables that all ranks of this node have in common; none replaces one of the container."""
-    defaults = network_environment(settings.neuron_devices)
+    defaults = build_network_environment(settings.neuron_devices)
     if settings.processes_per_node > 1:
         defaults["OMP_NUM_THREADS"] = "1"  # as torchrun does
     defaults["PYTHONUNBUFFERED"] = "1"  # else Python buffers its output to a pipe, and steps are found late
@@ -147,7 +147,7 @@ def _program_environment(settings: AgentSettings, container: Mapping[str, str]) 
     return environment
 
 
-def network_environment(devices: int) -> dict[str, str]:
+def build_network_environment(devices: int) -> dict[str, str]:
     """Return libfabric's variables for EFA (from AWS's launch scripts); empty on a node without Neuron devices or EFA.
 
     The agent sets no variable of the Neuron runtime or of its PJRT plugin, as torchrun does not: libraries derive

@@ -17,7 +17,9 @@ _NO_SERVER = "0000000000000000"
 """Content of the driver's file while it has not found its neighbours."""
 
 
-def ultra_server_environment(unit_nodes: int, node_rank: int, master_ip: str, driver: Path = _DRIVER) -> dict[str, str]:
+def build_ultra_server_environment(
+    unit_nodes: int, node_rank: int, master_ip: str, driver: Path = _DRIVER
+) -> dict[str, str]:
     """Return the runtime's variables; empty for single nodes, and where the driver knows no such UltraServer.
 
     master_ip: address of the node of rank 0.

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from trainium_agent.ranks.python_command import SHELLS
 from trainium_agent.ranks.standby import StartRequest
 from trainium_agent.roles import RoleDirectory
-from trainium_agent.workload.attempt import rank_environment
+from trainium_agent.workload.attempt import build_rank_environment
 from trainium_agent.workload.program_progress import ProgramMonitor
 from trainium_agent.workload.rank_spec import describe_ranks
-from trainium_agent.workload.ultra_server import ultra_server_environment
+from trainium_agent.workload.ultra_server import build_ultra_server_environment
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.program_output import find_error, strip_margin
 from trainium_contract.redaction import redact_secrets
@@ -48,19 +48,19 @@ class Workload(ProgramMonitor):
     def request(self, layout: AttemptLayout, local_rank: int) -> StartRequest:
         """Return the request that starts a rank."""
         self._started_at, self.end_problem = time.monotonic(), ""
-        place = ultra_server_environment(self._settings.unit_nodes, layout.node_rank, layout.master_ip)
+        place = build_ultra_server_environment(self._settings.unit_nodes, layout.node_rank, layout.master_ip)
         environment = {
             **{name: value for name, value in place.items() if name not in self._container},
             **self.ranks.environment,
-            **rank_environment(self._settings, layout, local_rank),
+            **build_rank_environment(self._settings, layout, local_rank),
             **self.roles.build_environment(),
         }
-        if layout.rank(local_rank) == 0 and self.ranks.receives_posts:
+        if layout.compute_rank(local_rank) == 0 and self.ranks.receives_posts:
             environment |= self.accept_posts(layout, local_rank)
         return StartRequest(
             self.ranks.command,
             environment,
-            f"trainium-rank {layout.rank(local_rank)} of {layout.world_size}",
+            f"trainium-rank {layout.compute_rank(local_rank)} of {layout.world_size}",
             directory=self.ranks.directory,
             image=self.ranks.image,
         )
@@ -79,7 +79,7 @@ class Workload(ProgramMonitor):
 
         The error at the end of a shell's output is recorded: the code of a pipe or script is that of its last command.
         """
-        lines = process.output.text(_END_CHARACTERS).split("\n")
+        lines = process.output.read_text(_END_CHARACTERS).split("\n")
         position = find_error(lines)
         error = "" if position is None or position < len(lines) - _END_LINES else strip_margin(lines[position])
         if error and Path(self.ranks.command[0]).name in SHELLS:

@@ -21,7 +21,7 @@ INJECTIONS: dict[str, Callable[..., None]] = {
 }
 """Functions that take a `Run` and arguments, by name."""
 CONTEXTS: dict[str, Callable[[FaultEnvironment], AbstractContextManager[None]]] = {
-    "empty_cache": endings.empty_cache,
-    "two_replicas": operator.two_replicas,
+    "empty_cache": endings.create_empty_cache,
+    "two_replicas": operator.run_two_replicas,
 }
 """States of the cluster during the runs of a row, by name."""

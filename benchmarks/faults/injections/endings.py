@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 _START_KILLS = 6
 
 
-def _both_workers_run(target: TargetJob) -> bool:
-    pods = target.pods()
+def _are_both_workers_running(target: TargetJob) -> bool:
+    pods = target.list_pods()
     return len(pods) == 2 and all(pod["status"].get("phase") == "Running" for pod in pods)
 
 
 def _wait_for_verdict(run: Run, injected_at: float, reason: str, text: str, *, max_restarts: int = 1) -> None:
     """Wait for a verdict with this reason and text, which must blame no node."""
     target, result = run.target, run.result
-    status = target.until_phase("Failed", 90)
+    status = target.wait_for_phase("Failed", 90)
     result.detection_seconds, result.steps_lost = round(time.time() - injected_at, 3), result.steps_lost or 0
-    verdict, actual = status.get("verdict", ""), target.condition("Failed").get("reason")
+    verdict, actual = status.get("verdict", ""), target.find_condition("Failed").get("reason")
     avoided, total = status.get("avoidedNodes"), status.get("restarts", {}).get("total", 0)
     previous_deviations = len(result.deviations)
     run.expect(actual == reason, f"the verdict is {actual}, expected {reason}")
@@ -45,13 +45,13 @@ def _wait_for_verdict(run: Run, injected_at: float, reason: str, text: str, *, m
 
 def inject_until_verdict(run: Run, fault: str, reason: str, text: str) -> None:
     """Inject a fault into each step of a random rank, and wait for the verdict."""
-    pod = run.rng.choice(run.target.members())["podName"]
+    pod = run.rng.choice(run.target.list_members())["podName"]
     _wait_for_verdict(run, run.target.inject(fault, pod, sticky=fault == "nan"), reason, text)
 
 
 def wait_for_import_error(run: Run) -> None:
     """Wait for the verdict on an entry point whose module does not exist."""
-    run.target.wait_for("running workers", lambda: _both_workers_run(run.target), 120)
+    run.target.wait_for("running workers", lambda: _are_both_workers_running(run.target), 120)
     _wait_for_verdict(run, time.time(), "UserError", "no_such_module", max_restarts=2)
 
 
@@ -74,7 +74,7 @@ def apply_rules(run: Run) -> None:
     victim = run.choose_member()
     run.measure(partial(target.inject, "exit", victim["podName"], code=avoid_code), victim)
     detection_seconds = run.result.detection_seconds
-    nodes = [member["nodeName"] for member in target.members()]
+    nodes = [member["nodeName"] for member in target.list_members()]
     run.expect(victim["nodeName"] not in nodes, f"a rank is on {victim['nodeName']}, which the rule avoids")
     target.wait_until_stable(3)
     target.clear_failures()
@@ -89,7 +89,7 @@ def correct_missing_image(run: Run) -> None:
     applied_at = time.time()
 
     def not_starting() -> Json:
-        condition = target.condition("PodsReady")
+        condition = target.find_condition("PodsReady")
         return condition if condition.get("reason") == "WorkerNotStarting" else {}
 
     message = target.wait_for("reason", not_starting, 120).get("message", "")
@@ -97,15 +97,15 @@ def correct_missing_image(run: Run) -> None:
     run.result.note = message[:80]
     named = image.rpartition(":")[0] in message
     run.result.blame_correct = run.expect(named, f"the image is not named: {message!r}")
-    run.expect(target.status().get("phase") != "Failed", "the job was stopped")
+    run.expect(target.read_status().get("phase") != "Failed", "the job was stopped")
     corrected_at = time.time()
     target.patch({"spec": {"image": run.env.cluster.settings["chartValues"]["trainerImage"]}})
-    target.until_step(1, 180)
-    run.result.recovery_seconds = round(target.records()[1]["time"] - corrected_at, 3)
+    target.wait_for_step(1, 180)
+    run.result.recovery_seconds = round(target.read_records()[1]["time"] - corrected_at, 3)
 
 
 @contextlib.contextmanager
-def empty_cache(env: FaultEnvironment) -> Iterator[None]:
+def create_empty_cache(env: FaultEnvironment) -> Iterator[None]:
     """Create an empty folder for tokenized text."""
     folder = env.cluster.shared / "cache" / "empty"
     folder.mkdir(mode=0o777)
@@ -119,19 +119,19 @@ def empty_cache(env: FaultEnvironment) -> Iterator[None]:
 def interrupt_start(run: Run) -> None:
     """Kill ranks while they fill the cache of tokenized text, the only cache of a start on a CPU."""
     env, target = run.env, run.target
-    target.wait_for("running workers", lambda: _both_workers_run(target), 120)
+    target.wait_for("running workers", lambda: _are_both_workers_running(target), 120)
     kills, deadline = 0, Deadline(60)
     while kills < _START_KILLS and not deadline.is_over():
         time.sleep(run.rng.uniform(0.2, 1.0))
-        for pod in target.pods():
+        for pod in target.list_pods():
             # While the pod warms up, the standby process tokenizes.
             for title in ("trainium-rank", "trainium-standby"):
                 with contextlib.suppress(ClusterError):
                     env.faults.kill_container(target.namespace, pod["metadata"]["name"], match=title)
                     kills += 1
     last_kill_at = time.time()
-    target.until_step(5, 120)
+    target.wait_for_step(5, 120)
     run.expect(kills > 0, "no process was killed")
     run.expect(not env.check_curve(target, 2), "the curve or the samples differ: the cache is damaged")
-    run.result.recovery_seconds = round(target.records()[1]["time"] - last_kill_at, 3)
+    run.result.recovery_seconds = round(target.read_records()[1]["time"] - last_kill_at, 3)
     run.result.steps_lost, run.result.note = 0, f"{kills} kills"

@@ -21,7 +21,7 @@ _FAULTS_UNTIL_QUARANTINE = 3
 _LAYERS = tuple(f"topology.k8s.aws/network-node-layer-{number}" for number in (1, 2))
 
 
-def _machine_record(run: Run, node: str) -> Machine | None:
+def _read_machine_record(run: Run, node: str) -> Machine | None:
     record = run.env.cluster.api.find(_QUARANTINE) or {}
     machines = decode(record.get("data") or {}).machines.values()
     return next((entry for entry in machines if entry.node == node), None)
@@ -47,15 +47,15 @@ def report_node_repeatedly(run: Run) -> None:
     node = victim["nodeName"]
 
     def has_strikes(count: int) -> bool:
-        entry = _machine_record(run, node)
+        entry = _read_machine_record(run, node)
         return entry is not None and len(entry.strikes) == count
 
     def is_healthy() -> bool:
-        entry = _machine_record(run, node)
+        entry = _read_machine_record(run, node)
         return entry is not None and not entry.reported
 
     def is_in_quarantine() -> bool:
-        entry = _machine_record(run, node)
+        entry = _read_machine_record(run, node)
         return entry is not None and entry.state == "Permanent"
 
     try:
@@ -71,15 +71,15 @@ def report_node_repeatedly(run: Run) -> None:
                 target.wait_for("healthy node", is_healthy, 30)
         target.wait_for("permanent quarantine", is_in_quarantine, 30)
         env.set_unhealthy(node, on=False)
-        names = {pod["metadata"]["name"] for pod in target.pods()}
+        names = {pod["metadata"]["name"] for pod in target.list_pods()}
         target.delete_pod(run.choose_member()["podName"], force=True)
         new_pods = target.wait_for(
-            "new pod", lambda: [pod for pod in target.pods() if pod["metadata"]["name"] not in names], 60
+            "new pod", lambda: [pod for pod in target.list_pods() if pod["metadata"]["name"] not in names], 60
         )
         affinity = json.dumps(new_pods[0]["spec"].get("affinity") or {})
         run.expect(node in affinity, f"a new pod may go to {node}, which is in quarantine")
         target.wait_until_stable()
-        run.expect(node not in [member["nodeName"] for member in target.members()], f"a rank is on {node}")
+        run.expect(node not in [member["nodeName"] for member in target.list_members()], f"a rank is on {node}")
     finally:
         env.set_unhealthy(node, on=False)
         env.clear_quarantine()
@@ -100,13 +100,13 @@ def fail_node_in_domain(run: Run) -> None:
             time.sleep(2)  # until the operator has seen the labels
             target.suspend(yes=False)
             target.wait_until_stable(3, 120)
-        ranks = [switch[member["nodeName"]] for member in target.members()]
+        ranks = [switch[member["nodeName"]] for member in target.list_members()]
         run.expect(ranks in (sorted(ranks), sorted(ranks, reverse=True)), f"ranks are on switches {ranks}")
         victim = run.choose_member()
-        with run.replaced_node(victim) as node:
+        with run.move_operator_off_node(victim) as node:
             run.measure(partial(env.cluster.power_off, node), victim, note=f"{node} of the near domain")
             target.wait_until_stable()
-            used = {pod["spec"].get("nodeName", "") for pod in target.pods()}
+            used = {pod["spec"].get("nodeName", "") for pod in target.list_pods()}
             outside = sorted(used - {*near, ""})
             run.expect(not outside, f"workers are on {', '.join(outside)} of the far domain")
     finally:

@@ -37,10 +37,10 @@ def signal_rank_without_operator(run: Run) -> None:
     target, victim = run.target, run.choose_member()
     run.env.operator.scale(0)
     try:
-        target.until_step(target.newest_step() + 10)
+        target.wait_for_step(target.read_newest_step() + 10)
         fault = run.inject(partial(target.signal_rank, victim["podName"]))
-        target.until_step(fault.completed_step + 10, 30)
-        recovered_at = target.records()[fault.completed_step + 1]["time"]
+        target.wait_for_step(fault.completed_step + 10, 30)
+        recovered_at = target.read_records()[fault.completed_step + 1]["time"]
     finally:
         run.env.operator.scale(1)
     run.follow(fault, victim)
@@ -50,16 +50,16 @@ def signal_rank_without_operator(run: Run) -> None:
 def end_without_operator(run: Run) -> None:
     """Kill a rank and let the job end while there is no operator, which must find all of it afterwards."""
     target, last_step = run.target, run.target.manifest["spec"]["trainer"]["steps"]
-    seconds_before, taken_at = target.status()["goodput"]["wallSeconds"], time.time()
+    seconds_before, taken_at = target.read_status()["goodput"]["wallSeconds"], time.time()
     run.env.operator.scale(0)
     try:
         target.signal_rank(run.choose_member()["podName"])
-        target.wait_for("end", lambda: {pod["status"]["phase"] for pod in target.pods()} == {"Succeeded"}, 180)
-        ended_at = max(_read_end(pod) for pod in target.pods())
+        target.wait_for("end", lambda: {pod["status"]["phase"] for pod in target.list_pods()} == {"Succeeded"}, 180)
+        ended_at = max(_read_end(pod) for pod in target.list_pods())
     finally:
         run.env.operator.scale(1)
     started_at = time.time()
-    status = target.until_phase("Completed", 60)
+    status = target.wait_for_phase("Completed", 60)
     run.result.detection_seconds, run.result.steps_lost = round(time.time() - started_at, 3), 0
     missing_seconds = seconds_before + ended_at - taken_at - status["goodput"]["wallSeconds"]
     figures = (status["progress"]["step"], status["checkpoint"].get("durableStep"), status["restarts"]["total"])
@@ -76,7 +76,7 @@ def _read_end(pod: Json) -> float:
 
 
 @contextlib.contextmanager
-def two_replicas(env: FaultEnvironment) -> Iterator[None]:
+def run_two_replicas(env: FaultEnvironment) -> Iterator[None]:
     """Run two replicas of the operator."""
     env.require("devcluster")
     env.operator.scale(2)
@@ -89,13 +89,13 @@ def two_replicas(env: FaultEnvironment) -> Iterator[None]:
 def freeze_leader(run: Run) -> None:
     """Freeze the leader until the other replica leads; for a moment two processes act, and handle one fault."""
     operator, faults, target = run.env.operator, run.env.faults, run.target
-    leader = operator.leader()
-    name = next(pod["metadata"]["name"] for pod in operator.pods() if pod["metadata"]["name"] in leader)
+    leader = operator.read_leader()
+    name = next(pod["metadata"]["name"] for pod in operator.list_pods() if pod["metadata"]["name"] in leader)
     time.sleep(run.rng.uniform(0.0, 1.0))
     faults.freeze_container(NAMESPACE, name)
     frozen_at = time.time()
     try:
-        target.wait_for("new leader", lambda: operator.leader() not in ("", leader), 60)
+        target.wait_for("new leader", lambda: operator.read_leader() not in ("", leader), 60)
         takeover_seconds = time.time() - frozen_at
     finally:
         faults.thaw_container(NAMESPACE, name)
@@ -109,11 +109,11 @@ def freeze_leader(run: Run) -> None:
 def fail_node_of_leader(run: Run, replicas: int) -> None:
     """Run replicas of the operator on the nodes of members, and power the leader's node off."""
     env, target = run.env, run.target
-    with env.operator.on_nodes([member["nodeName"] for member in target.members()], replicas=replicas):
+    with env.operator.run_on_nodes([member["nodeName"] for member in target.list_members()], replicas=replicas):
         target.wait_until_stable()
-        leader_node = env.operator.leader_node()
-        victim = next(member for member in target.members() if member["nodeName"] == leader_node)
+        leader_node = env.operator.find_leader_node()
+        victim = next(member for member in target.list_members() if member["nodeName"] == leader_node)
         if replicas > 1:
             time.sleep(run.rng.uniform(0.0, 2.0))
-        with run.replaced_node(victim, keep_operator=True) as node:
+        with run.move_operator_off_node(victim, keep_operator=True) as node:
             run.measure(partial(env.cluster.power_off, node), victim, note=f"{node}, rank {victim['nodeRank']}")

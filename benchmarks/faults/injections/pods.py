@@ -39,7 +39,7 @@ def kill_agent(run: Run) -> None:
 def terminate_agents(run: Run) -> None:
     """Send SIGTERM to one agent or to all, whose pods nobody deletes."""
     seconds_apart = run.rng.choice((None, 0.0, 1.6))
-    members = [run.choose_member()] if seconds_apart is None else run.target.members()
+    members = [run.choose_member()] if seconds_apart is None else run.target.list_members()
 
     def terminate(member: Json) -> None:
         run.env.kill_agent(run.target.namespace, member, signal.SIGTERM)
@@ -67,12 +67,12 @@ def announce_termination(run: Run) -> None:
 def delete_activated_spare(run: Run) -> None:
     """Delete a member, and the spare that takes its rank as soon as it is a member."""
     target = run.target
-    target.until("two ready spares", lambda status: status.get("spares", 0) >= 2, 120)
-    members = {member["podUid"] for member in target.members()}
+    target.wait_until("two ready spares", lambda status: status.get("spares", 0) >= 2, 120)
+    members = {member["podUid"] for member in target.list_members()}
     fault, victim = run.delete_member()
 
     def joined_pods() -> list[str]:
-        return [member["podName"] for member in target.members() if member["podUid"] not in members]
+        return [member["podName"] for member in target.list_members() if member["podUid"] not in members]
 
     spare = target.wait_for("a spare among the members", joined_pods, 30)[0]
     time.sleep(run.rng.uniform(0.0, 0.3))
@@ -98,7 +98,7 @@ def delete_pod_while_statuses_are_refused(run: Run) -> None:
     """Delete a member while a policy refuses statuses; training must resume before it ends."""
     with run.target.refused_statuses():
         fault, victim = run.delete_member()
-        run.target.until_step(fault.completed_step + 10, 60)
+        run.target.wait_for_step(fault.completed_step + 10, 60)
     run.follow(fault, victim)
 
 
@@ -116,20 +116,20 @@ def resize_during_recovery(run: Run) -> None:
     target.scale(size - 1)
     try:
         run.follow(fault, victim, note=f"{victim['podName']}, then {size - 1} nodes")
-        target.wait_for("requested size", lambda: target.size() == size - 1, 60)
+        target.wait_for("requested size", lambda: target.read_size() == size - 1, 60)
     finally:
         target.scale(size)
-    target.wait_for("previous size", lambda: target.size() == size, 90)
+    target.wait_for("previous size", lambda: target.read_size() == size, 90)
 
 
 def delete_job_during_recovery(run: Run) -> None:
     """Delete a member, and the job during the recovery: nothing of it may remain."""
     target, cluster = run.target, run.env.cluster
-    target.delete_pod(run.rng.choice(target.members())["podName"], force=True)
+    target.delete_pod(run.rng.choice(target.list_members())["podName"], force=True)
     time.sleep(run.rng.uniform(0.0, 1.5))
     deleted_at = time.time()
     target.delete()
-    target.wait_for("deletion of its pods", lambda: not target.pods(), 60)
+    target.wait_for("deletion of its pods", lambda: not target.list_pods(), 60)
     run.result.recovery_seconds = round(time.time() - deleted_at, 3)
     time.sleep(1)  # the garbage collector also removes other objects
     remaining = cluster.get("configmaps,services,poddisruptionbudgets,secrets", "-n", target.namespace)["items"]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def signal_rank(run: Run, signal: str = "KILL", rank: int | None = None) -> None:
     """Send a signal to a training process: of a random member, or of one rank."""
-    victim = run.choose_member() if rank is None else run.target.members()[rank]
+    victim = run.choose_member() if rank is None else run.target.list_members()[rank]
     run.measure(partial(run.target.signal_rank, victim["podName"], signal), victim)
 
 
@@ -30,7 +30,7 @@ def kill_launcher(run: Run) -> None:
 def mute_node(run: Run) -> None:
     """Let the all-reduces of one node send nothing."""
     victim = run.choose_member()
-    with run.replaced_node(victim, keep_operator=True):
+    with run.move_operator_off_node(victim, keep_operator=True):
         run.measure(partial(run.target.inject, "mute", victim["podName"], sticky=True), victim)
 
 
@@ -42,7 +42,7 @@ def inject_segfault(run: Run) -> None:
 
 def kill_rank_during_recovery(run: Run) -> None:
     """Kill a rank, and another or the same one during the recovery."""
-    victims = [run.rng.choice(run.target.members()) for _ in range(2)]
+    victims = [run.rng.choice(run.target.list_members()) for _ in range(2)]
     fault = run.inject(partial(run.target.signal_rank, victims[0]["podName"]))
     time.sleep(run.rng.uniform(0.1, 0.8))
     run.target.signal_rank(victims[1]["podName"])

@@ -44,14 +44,16 @@ def lose_node_of_server(run: Run) -> None:
 def break_role(run: Run) -> None:
     """Replace a server by one whose command fails; once the status reports it, give the right command again."""
     target, name = run.target, _choose_server(run)["metadata"]["name"]
-    roles = target.object()["spec"]["roles"]
+    roles = target.read_object()["spec"]["roles"]
     broken = copy.deepcopy(roles)
     broken[0]["template"]["spec"]["containers"][0]["command"] = ["sh", "-c", "exit 3"]
 
     def inject() -> None:
         target.patch({"spec": {"roles": broken}})
         target.delete_pod(name, force=True)
-        target.wait_for("the reason in the status", lambda: "in a row ended" in _role(run).get("message", ""), _SECONDS)
+        target.wait_for(
+            "the reason in the status", lambda: "in a row ended" in _read_role(run).get("message", ""), _SECONDS
+        )
         target.patch({"spec": {"roles": roles}})
 
     _follow(run, inject, partial(_is_whole, run, without=name), name)
@@ -61,7 +63,7 @@ def spoil_answers(run: Run, how: str) -> None:
     """Let a random server answer garbage, or slowly; check that each rank asks it once and then avoids it."""
     server, target = _choose_server(run), run.target
     switch = target.folder / f"{how}-{server['status']['podIP']}"
-    ranks = int(target.status()["membership"]["size"])
+    ranks = int(target.read_status()["membership"]["size"])
 
     def inject() -> None:
         # A server writes into it as another user.
@@ -85,18 +87,18 @@ def _read_times(switch: Path) -> list[float]:
 def _list_servers(run: Run) -> list[Json]:
     return [
         pod
-        for pod in run.target.pods()
+        for pod in run.target.list_pods()
         if pod["metadata"]["labels"]["trainium.dev/role"] == "rollout" and "deletionTimestamp" not in pod["metadata"]
     ]
 
 
-def _role(run: Run) -> Json:
-    return next(iter(run.target.status().get("roles") or []), {})
+def _read_role(run: Run) -> Json:
+    return next(iter(run.target.read_status().get("roles") or []), {})
 
 
 def _is_whole(run: Run, without: str = "") -> bool:
     """Return whether all servers are ready, and none of them is the named one."""
-    role, names = _role(run), {pod["metadata"]["name"] for pod in _list_servers(run)}
+    role, names = _read_role(run), {pod["metadata"]["name"] for pod in _list_servers(run)}
     return bool(role) and role.get("readyReplicas", 0) == role["replicas"] and without not in names
 
 
@@ -114,18 +116,18 @@ def _follow(run: Run, inject: Callable[[], object], is_over: Callable[[], bool],
 
     The detection is the time until the fault is over, the recovery the longest pause between two steps.
     """
-    target, before, injected_at = run.target, run.target.status(), time.time()
+    target, before, injected_at = run.target, run.target.read_status(), time.time()
     inject()
     target.wait_for(f"the end of the fault ({note})", is_over, _SECONDS)
     run.result.detection_seconds = round(time.time() - injected_at, 3)
-    target.until_step(target.newest_step() + _STEPS_AFTER, _SECONDS)
-    log, after = read_rewards(target.folder), target.status()
+    target.wait_for_step(target.read_newest_step() + _STEPS_AFTER, _SECONDS)
+    log, after = read_rewards(target.folder), target.read_status()
     for field in ("generation", "attempt"):
         values = [status["membership"].get(field) for status in (before, after)]
         run.expect(values[0] == values[1], f"the {field} of the training changed from {values[0]} to {values[1]}")
     run.expect(before.get("history") == after.get("history"), "the fault is in the history of the training")
     steps = [record["step"] for record in log.records]
     run.expect(steps == list(range(1, len(steps) + 1)), "a step is missing, or was computed twice")
-    run.result.recovery_seconds = round(log.longest_pause(injected_at), 3)
+    run.result.recovery_seconds = round(log.find_longest_pause(injected_at), 3)
     run.result.steps_lost = len(steps) - len(set(steps))
     run.result.note = note

@@ -56,10 +56,10 @@ class Source:
     modules: str = "go.mod"
     """The file of `folder` with the pinned modules."""
 
-    def command(self, go: Go, verb: str, *arguments: str) -> GoCommand:
+    def build_command(self, go: Go, verb: str, *arguments: str) -> GoCommand:
         """Return a command of Go in the folder of the module, with its pinned modules."""
         pins = () if self.modules == "go.mod" else (f"-modfile={self.modules}",)
-        return go.command(verb, *pins, *arguments, folder=module_root() / self.folder)
+        return go.build_command(verb, *pins, *arguments, folder=find_module_root() / self.folder)
 
 
 def build_source(kubernetes: KubernetesVersion) -> Source:
@@ -145,7 +145,7 @@ def list_sources(kubernetes: KubernetesVersion) -> tuple[Source, ...]:
     return (build_source(kubernetes), *_OTHER_SOURCES)
 
 
-def module_root() -> Path:
+def find_module_root() -> Path:
     """Return the folder of the pinned Go modules; raises ClusterError when only the Python package is installed."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "go.mod").is_file():
@@ -163,7 +163,7 @@ def build_all(
 
     Built modules remain when a later one fails.
     """
-    module_root()  # missing files are reported before the search for Go
+    find_module_root()  # missing files are reported before the search for Go
     go = find_go(tools, progress)
     with contextlib.ExitStack() as running:
         fetch = _fetch(go, sources[0], running)
@@ -172,7 +172,7 @@ def build_all(
             packages = _wait_for_sources(fetch, source, progress)
             if later:
                 fetch = _fetch(go, later[0], running)
-            with _staging_file(target, source) as staging:
+            with _create_staging_file(target, source) as staging:
                 following = ", ".join(later_source.label for later_source in later)
                 _compile(go, source, staging, progress, packages, following)
                 _copy_files(go, source, target)
@@ -182,27 +182,27 @@ def build_all(
 
 def _fetch(go: Go, source: Source, running: contextlib.ExitStack) -> GoCommand:
     """Start Go, which downloads the modules of the package and prints their names; `running` ends it."""
-    fetch = running.push(source.command(go, "list", "-deps", "-f", "{{.ImportPath}}", source.package))
+    fetch = running.push(source.build_command(go, "list", "-deps", "-f", "{{.ImportPath}}", source.package))
     return fetch.__enter__()  # `running` ends it
 
 
 def _wait_for_sources(fetch: GoCommand, source: Source, progress: ProgressLines) -> int:
     """Return the number of packages of the program, once they are downloaded."""
     try:
-        with progress.step(f"fetching the sources of {source.label}", describe_progress=fetch.downloaded):
+        with progress.step(f"fetching the sources of {source.label}", describe_progress=fetch.format_downloaded):
             if not fetch.wait_for_success(_FETCH_SECONDS):
                 raise ClusterError(
-                    f"The sources of {source.label} could not be fetched; its last lines:\n{fetch.last_errors()}"
+                    f"The sources of {source.label} could not be fetched; its last lines:\n{fetch.read_last_errors()}"
                 )
     except subprocess.TimeoutExpired:
         raise ClusterError(f"The sources of {source.label} were not here after {_FETCH_SECONDS:.0f} s.") from None
-    return len(fetch.output().splitlines())
+    return len(fetch.read_output().splitlines())
 
 
 def _compile(go: Go, source: Source, staging: Path, progress: ProgressLines, packages: int, following: str) -> None:
     flags = " ".join(["-s", "-w", *(f"-X {name}={value}" for name, value in source.variables)])
     options = ("-v", "-trimpath", "-buildvcs=false", "-ldflags", flags, "-o", str(staging))
-    run = source.command(go, "build", *options, source.package)
+    run = source.build_command(go, "build", *options, source.package)
 
     def describe_progress() -> str:
         return f"{run.packages:,} of {packages:,} packages" if run.packages else ""
@@ -211,13 +211,13 @@ def _compile(go: Go, source: Source, staging: Path, progress: ProgressLines, pac
     try:
         with run, progress.step(label, describe_progress=describe_progress, then=following):
             if not run.wait_for_success(_BUILD_SECONDS):
-                raise ClusterError(f"Building {source.label} failed; its last lines:\n{run.last_errors()}")
+                raise ClusterError(f"Building {source.label} failed; its last lines:\n{run.read_last_errors()}")
     except subprocess.TimeoutExpired:
         raise ClusterError(f"Building {source.label} took more than {_BUILD_SECONDS:.0f} s and was stopped.") from None
 
 
 @contextlib.contextmanager
-def _staging_file(target: Path, source: Source) -> Iterator[Path]:
+def _create_staging_file(target: Path, source: Source) -> Iterator[Path]:
     """Yield a file for Go's output, after removing those of killed processes: only one process fills the folder."""
     for leftover in target.glob(f".{source.file}.*.build"):
         leftover.unlink(missing_ok=True)
@@ -242,10 +242,12 @@ def _copy_files(go: Go, source: Source, target: Path) -> None:
     if source.files is None:
         return
     module, path = source.files
-    with source.command(go, "list", "-m", "-f", "{{.Dir}}", module) as listed:
+    with source.build_command(go, "list", "-m", "-f", "{{.Dir}}", module) as listed:
         if not listed.wait_for_success(_LIST_SECONDS):
-            raise ClusterError(f"The files of {module} were not found; the last lines of Go:\n{listed.last_errors()}")
-        unpacked = Path(listed.output().strip())
+            raise ClusterError(
+                f"The files of {module} were not found; the last lines of Go:\n{listed.read_last_errors()}"
+            )
+        unpacked = Path(listed.read_output().strip())
     kept = target / Path(path).name
     shutil.rmtree(kept, ignore_errors=True)
     # The module cache is read-only, folders included, but the copy must be removable.

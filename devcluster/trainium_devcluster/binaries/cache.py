@@ -22,14 +22,14 @@ from trainium_devcluster.binaries.catalog import (
     KubernetesVersion,
     Program,
     Release,
+    find_architecture,
     find_kubernetes,
+    format_version_key,
     release_of,
-    this_architecture,
-    version_key,
 )
 from trainium_devcluster.binaries.download import DownloadError, Limits, UnreachableError, download_program
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.progress import ProgressLines, ReportProgress, hold_lock, to_stderr
+from trainium_devcluster.progress import ProgressLines, ReportProgress, hold_lock, print_to_stderr
 
 SOURCE_VARIABLE = "TRAINIUM_BINARIES"
 """Environment variable: `auto` (the default), `download` or `build`."""
@@ -51,12 +51,12 @@ class Binaries:
 
     folder: Path
 
-    def path(self, program: Program) -> Path:
+    def find_path(self, program: Program) -> Path:
         """Return the file of a program."""
         return self.folder / program
 
 
-def cache_root() -> Path:
+def find_cache_root() -> Path:
     """Return the cache folder: TRAINIUM_CACHE, else trainium-operator under XDG_CACHE_HOME or ~/.cache."""
     if chosen := os.environ.get("TRAINIUM_CACHE"):
         return Path(chosen).expanduser().absolute()
@@ -70,7 +70,7 @@ def ensure_binaries(
     kubernetes: str | None = None,
     root: Path | None = None,
     origin: Origin | None = None,
-    report: ReportProgress = to_stderr,
+    report: ReportProgress = print_to_stderr,
     releases: ReleaseOf = release_of,
     limits: Limits | None = None,
 ) -> Binaries:
@@ -79,11 +79,11 @@ def ensure_binaries(
     `programs` are those of a cluster (the default) or the additional ones of a fleet: each set has a separate folder.
     `kubernetes` is the version of the cluster's programs, by default that of `find_kubernetes`.
     """
-    architecture, version = this_architecture(), find_kubernetes(kubernetes)
-    root = root or cache_root()
-    folder = root / "bin" / version_key(architecture, programs, version)
-    origin = origin or _origin_from_environment()
-    if not _missing(folder, programs):
+    architecture, version = find_architecture(), find_kubernetes(kubernetes)
+    root = root or find_cache_root()
+    folder = root / "bin" / format_version_key(architecture, programs, version)
+    origin = origin or _read_origin()
+    if not _find_missing(folder, programs):
         return Binaries(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def ensure_binaries(
             f"The cache folder {folder} cannot be created ({error}); set TRAINIUM_CACHE to another."
         ) from error
     with hold_lock(folder.with_name(f"{folder.name}.lock"), "prepares the programs of the cluster", report):
-        missing = _missing(folder, programs)
+        missing = _find_missing(folder, programs)
         published = missing - BUILT_ONLY
         progress = ProgressLines(len(published), report)
         if published and origin is not Origin.BUILD:
@@ -103,7 +103,7 @@ def ensure_binaries(
                 limits=limits or Limits(),
                 progress=progress,
             )
-            missing = _missing(folder, programs)
+            missing = _find_missing(folder, programs)
         if missing and origin is Origin.DOWNLOAD:
             raise ClusterError(
                 f"{', '.join(missing)} cannot be downloaded; set {SOURCE_VARIABLE}=build to build from source."
@@ -114,7 +114,7 @@ def ensure_binaries(
     return Binaries(folder)
 
 
-def _origin_from_environment() -> Origin:
+def _read_origin() -> Origin:
     value = os.environ.get(SOURCE_VARIABLE) or Origin.AUTO
     try:
         return Origin(value)
@@ -124,11 +124,11 @@ def _origin_from_environment() -> Origin:
 
 def is_cached(programs: frozenset[Program]) -> bool:
     """Return whether all programs are cached, so that neither network nor build is needed."""
-    key = version_key(this_architecture(), programs, find_kubernetes())
-    return not _missing(cache_root() / "bin" / key, programs)
+    key = format_version_key(find_architecture(), programs, find_kubernetes())
+    return not _find_missing(find_cache_root() / "bin" / key, programs)
 
 
-def _missing(folder: Path, programs: frozenset[Program]) -> frozenset[Program]:
+def _find_missing(folder: Path, programs: frozenset[Program]) -> frozenset[Program]:
     return frozenset(program for program in programs if not os.access(folder / program, os.X_OK))
 
 

@@ -126,7 +126,7 @@ def find_kubernetes(requested: str | None = None) -> KubernetesVersion:
     raise ClusterError(f"There is no development cluster of Kubernetes {wanted!r}; use one of {numbers}.")
 
 
-def this_architecture() -> Architecture:
+def find_architecture() -> Architecture:
     """Return the architecture of this machine; raises ClusterError on one without releases."""
     machine = platform.machine().lower()
     if platform.system() != "Linux":
@@ -138,7 +138,7 @@ def this_architecture() -> Architecture:
     raise ClusterError(f"The development cluster has no binaries for the processor {machine!r}; use amd64 or arm64.")
 
 
-def version_key(
+def format_version_key(
     architecture: Architecture, programs: frozenset[Program], kubernetes: KubernetesVersion = DEFAULT_KUBERNETES
 ) -> str:
     """Return the name of the cache folder for these versions, so that an upgrade never mixes with older programs."""

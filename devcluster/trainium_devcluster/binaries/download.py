@@ -49,7 +49,7 @@ class UnreachableError(DownloadError):
 def download_program(release: Release, target: Path, limits: Limits | None = None) -> None:
     """Fetch, verify and unpack a release to `target` (mode 0755); raises DownloadError, without leaving files."""
     limits = limits or Limits()
-    expected = release.sha256 or _published_checksum(release, limits)
+    expected = release.sha256 or _fetch_checksum(release, limits)
     archive = target.with_name(f".{target.name}.{os.getpid()}.download")
     unpacked = target.with_name(f".{target.name}.{os.getpid()}.unpacked")
     try:
@@ -69,7 +69,7 @@ def download_program(release: Release, target: Path, limits: Limits | None = Non
         unpacked.unlink(missing_ok=True)
 
 
-def _published_checksum(release: Release, limits: Limits) -> str:
+def _fetch_checksum(release: Release, limits: Limits) -> str:
     if release.sha256_url is None:
         raise DownloadError(f"no checksum is known for {release.url}")
     with _open(release.sha256_url, limits) as response:

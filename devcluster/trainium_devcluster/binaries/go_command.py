@@ -83,16 +83,16 @@ class GoCommand:
         self._reader.join()
         return code == 0
 
-    def output(self) -> str:
+    def read_output(self) -> str:
         """Return the standard output."""
         self._output.seek(0)
         return self._output.read()
 
-    def downloaded(self) -> str:
+    def format_downloaded(self) -> str:
         """Return a text with the amount of downloaded data; empty if nothing was missing."""
         return f"{self._downloads} modules" if self._downloads else ""
 
-    def last_errors(self) -> str:
+    def read_last_errors(self) -> str:
         """Return the last lines of standard error."""
         return "\n".join(list(self._lines)[-12:])
 

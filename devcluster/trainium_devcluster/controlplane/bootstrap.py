@@ -21,7 +21,7 @@ _RBAC = "rbac.authorization.k8s.io"
 _ROLE = "trainium-devcluster:node"
 
 
-def _rule(group: str, resources: Sequence[str], verbs: Sequence[str]) -> Mapping[str, object]:
+def _create_rule(group: str, resources: Sequence[str], verbs: Sequence[str]) -> Mapping[str, object]:
     return {"apiGroups": [group], "resources": list(resources), "verbs": list(verbs)}
 
 
@@ -31,12 +31,12 @@ _OBJECTS: Mapping[str, Mapping[str, object]] = {
         "kind": "ClusterRole",
         "metadata": {"name": _ROLE},
         "rules": [
-            _rule("", ("services", "pods", "persistentvolumeclaims"), _READ),
-            _rule("", ("persistentvolumes",), (*_READ, "create", "delete")),
-            _rule("discovery.k8s.io", ("endpointslices",), _READ),
-            _rule("storage.k8s.io", ("storageclasses",), _READ),
-            _rule("", ("events",), ("create", "patch", "update")),
-            _rule("events.k8s.io", ("events",), ("create", "patch", "update")),
+            _create_rule("", ("services", "pods", "persistentvolumeclaims"), _READ),
+            _create_rule("", ("persistentvolumes",), (*_READ, "create", "delete")),
+            _create_rule("discovery.k8s.io", ("endpointslices",), _READ),
+            _create_rule("storage.k8s.io", ("storageclasses",), _READ),
+            _create_rule("", ("events",), ("create", "patch", "update")),
+            _create_rule("events.k8s.io", ("events",), ("create", "patch", "update")),
         ],
     },
     f"/apis/{_RBAC}/v1/clusterrolebindings": {

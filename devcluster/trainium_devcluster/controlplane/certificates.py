@@ -62,7 +62,7 @@ class Authority:
         return KeyPair(leaf.cert_chain_pems[0].bytes(), leaf.private_key_pem.bytes())
 
 
-def signing_pair() -> tuple[bytes, bytes]:
+def create_signing_pair() -> tuple[bytes, bytes]:
     """Return the private and public PEM of a key that signs ServiceAccount tokens."""
     key = ec.generate_private_key(ec.SECP256R1())
     private = key.private_bytes(

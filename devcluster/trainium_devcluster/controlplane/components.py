@@ -22,7 +22,7 @@ from kubernetes.client import Configuration
 from trainium_contract.api_server.errors import ApiError
 from trainium_contract.api_server.kubeconfig import Access
 from trainium_devcluster.api_client import ApiClient
-from trainium_devcluster.controlplane.certificates import Authority, KeyPair, signing_pair, write_private
+from trainium_devcluster.controlplane.certificates import Authority, KeyPair, create_signing_pair, write_private
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -85,10 +85,10 @@ class Ports:
 
 def choose_ports() -> Ports:
     """Return ports that are free now; raises ClusterError if the machine has too few."""
-    return Ports(*free_ports(5))
+    return Ports(*find_free_ports(5))
 
 
-def free_ports(count: int) -> list[int]:
+def find_free_ports(count: int) -> list[int]:
     """Return `count` ports that are free on loopback now; raises ClusterError if there are fewer."""
     chosen: list[int] = []
     for port in random.sample(_PORT_RANGE, 400):
@@ -106,7 +106,7 @@ def prepare(paths: ClusterPaths, ports: Ports) -> None:
     """Write the keys, certificates and kubeconfigs of a new cluster."""
     authority = Authority.create(f"trainium-devcluster-{paths.name}")
     authority.pair.write(paths.pki, "ca")
-    private, public = signing_pair()
+    private, public = create_signing_pair()
     write_private(paths.pki / "service-account.key", private)
     write_private(paths.pki / "service-account.pub", public)
     local = ("localhost", HOST)
@@ -132,7 +132,7 @@ def issue_node(paths: ClusterPaths, ports: Ports, node: str) -> None:
     """Write the credentials of one node, `kubeconfig` in its folder."""
     authority = Authority.load(paths.pki)
     pair = authority.issue(f"system:node:{node}", organization="system:nodes")
-    folder = paths.node(node)
+    folder = paths.find_node_folder(node)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _write_kubeconfig(folder / "kubeconfig", paths, ports, authority, node, pair)
 
@@ -157,20 +157,20 @@ def _write_kubeconfig(
     write_private(file, (json.dumps(document, indent=1) + "\n").encode())
 
 
-def arguments(component: Component, spec: ClusterSpec, paths: ClusterPaths, ports: Ports) -> list[str]:
+def list_arguments(component: Component, spec: ClusterSpec, paths: ClusterPaths, ports: Ports) -> list[str]:
     """Return the flags of one component; the caller's flags come last, so that they take precedence."""
     match component:
         case Component.ETCD:
-            return _etcd(paths, ports)
+            return _list_etcd_flags(paths, ports)
         case Component.APISERVER:
-            return [*_apiserver(paths, ports), *spec.apiserver_args]
+            return [*_list_apiserver_flags(paths, ports), *spec.apiserver_args]
         case Component.CONTROLLER_MANAGER:
-            return [*_controller_manager(spec, paths, ports), *spec.controller_manager_args]
+            return [*_list_controller_manager_flags(spec, paths, ports), *spec.controller_manager_args]
         case Component.SCHEDULER:
-            return [*_client(Component.SCHEDULER, paths, ports.scheduler), *spec.scheduler_args]
+            return [*_list_client_flags(Component.SCHEDULER, paths, ports.scheduler), *spec.scheduler_args]
 
 
-def _etcd(paths: ClusterPaths, ports: Ports) -> list[str]:
+def _list_etcd_flags(paths: ClusterPaths, ports: Ports) -> list[str]:
     url, peer = f"https://{HOST}:{ports.etcd}", f"https://{HOST}:{ports.etcd_peer}"
     return [
         "--name=default",
@@ -198,7 +198,7 @@ def _etcd(paths: ClusterPaths, ports: Ports) -> list[str]:
     ]
 
 
-def _apiserver(paths: ClusterPaths, ports: Ports) -> list[str]:
+def _list_apiserver_flags(paths: ClusterPaths, ports: Ports) -> list[str]:
     pki = paths.pki
     return [
         f"--etcd-servers=https://{HOST}:{ports.etcd}",
@@ -237,10 +237,10 @@ def _apiserver(paths: ClusterPaths, ports: Ports) -> list[str]:
     ]
 
 
-def _controller_manager(spec: ClusterSpec, paths: ClusterPaths, ports: Ports) -> list[str]:
+def _list_controller_manager_flags(spec: ClusterSpec, paths: ClusterPaths, ports: Ports) -> list[str]:
     pki = paths.pki
     flags = [
-        *_client(Component.CONTROLLER_MANAGER, paths, ports.controller_manager),
+        *_list_client_flags(Component.CONTROLLER_MANAGER, paths, ports.controller_manager),
         f"--service-account-private-key-file={pki / 'service-account.key'}",
         f"--root-ca-file={pki / 'ca.crt'}",
         f"--cluster-signing-cert-file={pki / 'ca.crt'}",
@@ -257,7 +257,7 @@ def _controller_manager(spec: ClusterSpec, paths: ClusterPaths, ports: Ports) ->
     return flags
 
 
-def _client(component: Component, paths: ClusterPaths, port: int) -> list[str]:
+def _list_client_flags(component: Component, paths: ClusterPaths, port: int) -> list[str]:
     """Return the flags that controller manager and scheduler share."""
     kubeconfig = paths.pki / f"{component}.kubeconfig"
     return [
@@ -277,7 +277,7 @@ def _client(component: Component, paths: ClusterPaths, port: int) -> list[str]:
     ]
 
 
-def admin_client(paths: ClusterPaths, port: int, *, seconds: float = 10.0) -> ApiClient:
+def create_admin_client(paths: ClusterPaths, port: int, *, seconds: float = 10.0) -> ApiClient:
     """Return a client of the API server, or of another component, with the administrator's certificate."""
     authority, certificate, key = (str(paths.pki / name) for name in ("ca.crt", "admin.crt", "admin.key"))
     configuration = Configuration(f"https://{HOST}:{port}", ssl_ca_cert=authority, cert_file=certificate, key_file=key)
@@ -293,14 +293,14 @@ def is_ready(component: Component, paths: ClusterPaths, ports: Ports) -> bool:
         Component.SCHEDULER: (ports.scheduler, "/readyz"),
     }[component]
     try:
-        with admin_client(paths, port, seconds=2.0) as client:
+        with create_admin_client(paths, port, seconds=2.0) as client:
             client.get_text(path)
     except ApiError:
         return False
     return True
 
 
-def listens(port: int) -> bool:
+def is_listening(port: int) -> bool:
     """Return whether a process accepts connections on a loopback port."""
     try:
         with socket.create_connection((HOST, port), timeout=1.0):

@@ -53,7 +53,9 @@ class Curves:
     @property
     def max_difference(self) -> float:
         """Largest relative difference of the two loss curves."""
-        return max((self.difference(step) for step in self.loss if step in self.reference), default=float("nan"))
+        return max(
+            (self.compute_difference(step) for step in self.loss if step in self.reference), default=float("nan")
+        )
 
     @property
     def is_identical_before_resize(self) -> bool:
@@ -73,7 +75,7 @@ class Curves:
         """Whether both curves are complete, identical before a resize, and equal except for rounding after it."""
         return self.is_equal_within_rounding and self.is_identical_before_resize
 
-    def difference(self, step: int) -> float:
+    def compute_difference(self, step: int) -> float:
         """Return the relative difference of the two losses at `step`."""
         return abs(self.loss[step] - self.reference[step]) / abs(self.reference[step])
 
@@ -82,7 +84,9 @@ class Curves:
         return {
             "steps": self.steps,
             "finalLoss": self.loss.get(self.steps),
-            "faults": [{_camel(name): value for name, value in asdict(fault).items()} for fault in self.faults],
+            "faults": [
+                {_convert_to_camel_case(name): value for name, value in asdict(fault).items()} for fault in self.faults
+            ],
             "lossCurve": [self.loss[step] for step in sorted(self.loss)],
             "referenceLossCurve": [self.reference[step] for step in sorted(self.reference)],
             "maxLossDifference": self.max_difference,
@@ -90,12 +94,12 @@ class Curves:
         }
 
 
-def _camel(name: str) -> str:
+def _convert_to_camel_case(name: str) -> str:
     first, *others = name.split("_")
     return first + "".join(part.capitalize() for part in others)
 
 
-def fault_table(faults: tuple[Fault, ...]) -> Table:
+def format_fault_table(faults: tuple[Fault, ...]) -> Table:
     """Return a table of the faults."""
     shown = Table(title="What was done to the job, and what it cost")
     for heading in ("fault", "at step", "detected", "first new step", "pause", "steps lost", "pods replaced"):
@@ -104,16 +108,16 @@ def fault_table(faults: tuple[Fault, ...]) -> Table:
         shown.add_row(
             fault.kind,
             str(fault.step),
-            _seconds(fault.detected_seconds),
-            _seconds(fault.recovered_seconds),
-            _seconds(fault.pause_seconds),
+            _format_seconds(fault.detected_seconds),
+            _format_seconds(fault.recovered_seconds),
+            _format_seconds(fault.pause_seconds),
             str(fault.steps_lost),
             str(fault.pods_replaced),
         )
     return shown
 
 
-def _seconds(value: float | None) -> str:
+def _format_seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f} s"
 
 
@@ -157,7 +161,7 @@ def plot_curves(curves: Curves, top: Axes, bottom: Axes) -> None:
     top.set_ylabel("training loss")
     top.legend(loc="lower left", frameon=False)
     both = [step for step in steps if step in curves.reference]
-    bottom.plot(both, [curves.difference(step) for step in both], color="#1f4e9c", linewidth=1.2)
+    bottom.plot(both, [curves.compute_difference(step) for step in both], color="#1f4e9c", linewidth=1.2)
     bottom.set_yscale("symlog", linthresh=1e-8)
     bottom.set_ylim(bottom=0)
     bottom.set_ylabel("relative\ndifference")

@@ -18,13 +18,13 @@ from trainium_contract.pages.facts import format_goodput
 from trainium_contract.pages.formatting import format_duration
 from trainium_contract.views.goodput import GoodputView, build_goodput_view
 from trainium_contract.views.status_reader import read_public_status
-from trainium_devcluster.cluster import system_values
-from trainium_devcluster.demos.curves import Curves, Fault, draw_curves, fault_table
+from trainium_devcluster.cluster import create_system_values
+from trainium_devcluster.demos.curves import Curves, Fault, draw_curves, format_fault_table
 from trainium_devcluster.demos.session import NAMESPACE, REPOSITORY, DemoSession, Outcome
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.jobs import recovery
 from trainium_devcluster.jobs.driver import JobDriver
-from trainium_devcluster.jobs.metrics import every_sample_once
+from trainium_devcluster.jobs.metrics import has_every_sample_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -52,7 +52,7 @@ class DemoJob(JobDriver):
     def observe(self) -> None:
         """Show the job; raises ClusterError if it failed."""
         super().observe()
-        job = self.object()
+        job = self.read_object()
         self.current = job.get("status") or {}
         self._view.show(job)
         if self.current.get("phase") == "Failed":
@@ -101,7 +101,7 @@ class Demo(ABC):
 
     def check_samples(self, run: DemoJob, reference: DemoJob) -> bool:  # noqa: ARG002 - other demos compare
         """Return whether the run with faults used the right samples."""
-        return every_sample_once(run.folder, run.steps, run.global_batch)
+        return has_every_sample_once(run.folder, run.steps, run.global_batch)
 
     def conclude(self, run: DemoJob, curves: Curves, outcome: Outcome) -> None:  # noqa: B027 - most have nothing to add
         """Add what this demo shows of the run besides its curve."""
@@ -114,7 +114,7 @@ class Demo(ABC):
         self.cluster.kubectl("create", "namespace", NAMESPACE)
         chart = str(REPOSITORY / "helm" / "trainium-operator")
         values = self.out / "operator.yaml"
-        values.write_text(yaml.safe_dump({"statusIntervalSeconds": 1, **system_values()}))
+        values.write_text(yaml.safe_dump({"statusIntervalSeconds": 1, **create_system_values()}))
         namespace = (f"--namespace={OPERATOR_NAMESPACE}", "--create-namespace")
         self.cluster.helm("install", RELEASE, chart, *namespace, f"--values={values}", "--wait", "--timeout=90s")
         self.view.log(f"helm install {RELEASE}: the operator is ready ({time.monotonic() - started:.1f} s)")
@@ -126,7 +126,7 @@ class Demo(ABC):
         job["spec"]["checkpoint"]["storage"] = {"hostPath": {"path": str(self.out / "checkpoints")}, "subPath": name}
         return job
 
-    def trainer_settings(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
+    def create_trainer_settings(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return `spec.trainer` of the job."""
         trainer: Mapping[str, Any] = job["spec"]["trainer"]
         return trainer
@@ -134,7 +134,7 @@ class Demo(ABC):
     def apply(self, job: Mapping[str, Any]) -> DemoJob:
         """Apply a job."""
         name = job["metadata"]["name"]
-        run = DemoJob(self.cluster, name, self.out / "checkpoints" / name, self.view, self.trainer_settings(job))
+        run = DemoJob(self.cluster, name, self.out / "checkpoints" / name, self.view, self.create_trainer_settings(job))
         (self.out / f"{name}.yaml").write_text(yaml.safe_dump(job, sort_keys=False))
         run.apply_manifest(job)
         self.view.log(f"kubectl apply -f {name}.yaml")
@@ -143,11 +143,11 @@ class Demo(ABC):
     def run_with_faults(self, name: str) -> DemoJob:
         """Run the job with all faults."""
         run = self.apply(self.create_manifest(name))
-        run.until_step(1, WAIT_SECONDS * 2)
+        run.wait_for_step(1, WAIT_SECONDS * 2)
         run.wait_for("the number of steps", lambda: run.steps > 0)
         self.view.log(f"the first step is done, of {run.steps}")
         self.inject_faults(run)
-        run.until_phase("Completed", WAIT_SECONDS * 2)
+        run.wait_for_phase("Completed", WAIT_SECONDS * 2)
         run.log.refresh()
         self.view.log("the job is complete")
         return run
@@ -159,7 +159,7 @@ class Demo(ABC):
         if self.reference_trainer:
             job["spec"]["trainer"] |= self.reference_trainer
         run = self.apply(job)
-        run.until_phase("Completed", WAIT_SECONDS * 3)
+        run.wait_for_phase("Completed", WAIT_SECONDS * 3)
         run.log.refresh()
         self.view.log("the undisturbed run is complete")
         return run
@@ -168,14 +168,14 @@ class Demo(ABC):
 
     def kill_process(self, run: DemoJob) -> None:
         """Send SIGKILL to one training process; its pod and all others remain."""
-        member = run.members()[1]
+        member = run.list_members()[1]
         pod = member["podName"]
         self.view.log(f"fault: SIGKILL of the training process in {pod} (rank {member['nodeRank']})")
         self._measure(run, "killed process", lambda: run.signal_rank(pod))
 
     def lose_node(self, run: DemoJob) -> None:
         """Power off the node of the last rank, and on again after the recovery."""
-        member = run.members()[-1]
+        member = run.list_members()[-1]
         node: str = member["nodeName"]
         self.view.log(f"fault: power loss of {node} with {member['podName']} (rank {member['nodeRank']})")
         self._measure(run, "lost node", lambda: self.cluster.faults.kill_node(node))
@@ -185,7 +185,7 @@ class Demo(ABC):
     def resize(self, run: DemoJob, size: int) -> None:
         """Scale the job to `size` nodes with `kubectl scale`."""
         self.view.log(f"kubectl scale trainingjob {run.name} --replicas={size}")
-        self._measure(run, f"resize {run.size()} to {size}", lambda: run.scale(size))
+        self._measure(run, f"resize {run.read_size()} to {size}", lambda: run.scale(size))
 
     def _measure(self, run: DemoJob, kind: str, action: Callable[[], object]) -> None:
         cost = recovery.follow(run, recovery.inject(run, action), WAIT_SECONDS)
@@ -215,7 +215,7 @@ def run_demo(
     """Run a demo on a cluster of the session, after `prepare`; write its report and its picture."""
     started = time.monotonic()
     prepare()
-    with session.cluster() as cluster:
+    with session.run_cluster() as cluster:
         demo = create(cluster, session.view, session.out)
         demo.install()
         run = demo.run_with_faults(session.title)
@@ -223,10 +223,10 @@ def run_demo(
     seconds = time.monotonic() - started
     entries = run.current.get("history") or []
     unplanned = tuple(entry["stepBefore"] for entry in entries if entry["response"] in ("Grow", "Shrink"))
-    curves = Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(demo.faults), unplanned)
+    curves = Curves(run.steps, run.log.list_losses(), reference.log.list_losses(), tuple(demo.faults), unplanned)
     has_right_samples = demo.check_samples(run, reference)
     outcome = Outcome()
-    outcome.tables.append(fault_table(curves.faults))
+    outcome.tables.append(format_fault_table(curves.faults))
     losses = f"{curves.loss[curves.steps]:.6f} with faults, {curves.reference[curves.steps]:.6f} undisturbed"
     before = ", none before the first resize" if curves.is_identical_before_resize else ""
     outcome.lines += [

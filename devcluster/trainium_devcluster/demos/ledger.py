@@ -54,7 +54,7 @@ class Ledger:
         newest = max(self.computations, key=lambda key: key[1], default=None)
         return 0 if newest is None else self.computations[newest].ranks
 
-    def first_new_step_at(self, moment: float) -> float | None:
+    def find_first_new_step(self, moment: float) -> float | None:
         """Return when a start after `moment` completed the first step beyond those of earlier ones, or None."""
         earlier = max((step for step, start in self.computations if start <= moment), default=0)
         later = [key for key in self.computations if key[1] > moment and key[0] > earlier]
@@ -65,42 +65,42 @@ class Ledger:
         earlier = {step for step, start in self.computations if start <= moment}
         return len(earlier & {step for step, start in self.computations if start > moment})
 
-    def history(self) -> dict[int, Computation]:
+    def list_history(self) -> dict[int, Computation]:
         """Return the newest completed computation of each step."""
         return {key[0]: self.computations[key] for key in sorted(self.computations)}
 
-    def samples_by_step(self) -> dict[int, list[int]]:
+    def group_samples_by_step(self) -> dict[int, list[int]]:
         """Return the sorted samples of each step of the history."""
-        return {step: sorted(item.samples) for step, item in self.history().items()}
+        return {step: sorted(item.samples) for step, item in self.list_history().items()}
 
     def count_uses(self) -> Counter[int]:
         """Return how often the history used each sample."""
-        return Counter(sample for item in self.history().values() for sample in item.samples)
+        return Counter(sample for item in self.list_history().values() for sample in item.samples)
 
     def count_wrong_samples(self, reference: Ledger) -> tuple[int, int]:
         """Return how many uses of samples of another run are missing in the history, and how many are too many."""
         own, other = self.count_uses(), reference.count_uses()
         return (other - own).total(), (own - other).total()
 
-    def first_step_after(self, moment: float) -> float | None:
+    def find_first_step_after(self, moment: float) -> float | None:
         """Return when the first step after `moment` ended, of whichever start, or None."""
         times = (item.ended_at for item in self.computations.values())
         return min((ended for ended in times if ended > moment), default=None)
 
-    def first_step_at_another_size(self, reference: Ledger) -> float:
+    def find_first_step_at_another_size(self, reference: Ledger) -> float:
         """Return the first step that had another number of ranks in the other run; infinity if none had."""
-        own, other = self.history(), reference.history()
+        own, other = self.list_history(), reference.list_history()
         return min(
             (step for step in own.keys() & other.keys() if own[step].ranks != other[step].ranks), default=math.inf
         )
 
-    def max_loss_difference(self, reference: Ledger, before: float = math.inf) -> float:
+    def compute_max_loss_difference(self, reference: Ledger, before: float = math.inf) -> float:
         """Return the largest difference of the losses of common steps below `before`.
 
         It is relative to the loss of the other run, or to the mean of that run's losses where that is larger: the loss
         of GRPO is close to 0 while its answers have equal rewards.
         """
-        own, other = self.history(), reference.history()
+        own, other = self.list_history(), reference.list_history()
         mean = sum(abs(item.loss) for item in other.values()) / max(1, len(other)) or 1.0
         steps = [step for step in own.keys() & other.keys() if step < before]
         differences = (abs(own[step].loss - other[step].loss) / max(abs(other[step].loss), mean) for step in steps)

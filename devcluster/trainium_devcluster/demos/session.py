@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from trainium_contract.api_server.errors import ClientError
-from trainium_devcluster.cluster import Cluster, node_specs, system_node
+from trainium_devcluster.cluster import Cluster, create_node_specs, create_system_node
 from trainium_devcluster.demos.view import View
 from trainium_devcluster.errors import ClusterError
 
@@ -84,9 +84,9 @@ class DemoSession:
             raise typer.Exit(1)
 
     @contextmanager
-    def cluster(self) -> Iterator[Cluster]:
+    def run_cluster(self) -> Iterator[Cluster]:
         """Run a cluster, and stop it at the end of the block unless it is kept."""
-        nodes = [*node_specs(_NODES, cpu="4", memory="8Gi"), system_node()]
+        nodes = [*create_node_specs(_NODES, cpu="4", memory="8Gi"), create_system_node()]
         started = Cluster.start(self._name, nodes, detached=self._keep, report=self.view.log)
         try:
             self.view.log(f"{_NODES} nodes for workers and one for the operator are ready")

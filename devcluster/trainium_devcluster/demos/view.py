@@ -44,13 +44,13 @@ class View:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
-            self._live.update(self._panel())
+            self._live.update(self._draw_panel())
 
     def show(self, job: Mapping[str, Any]) -> None:
         """Show a TrainingJob as `kubectl trn status` does."""
         self._job = build_job_view(job, now=time.time())
         if self._live is not None:
-            self._live.update(self._panel())
+            self._live.update(self._draw_panel())
         elif time.monotonic() - self._printed > QUIET_SECONDS:
             facts = {fact.label: fact.value for fact in list_job_facts(self._job, ages=False)}
             shown = (facts[label] for label in ("Phase", "Progress", "Speed", "Size"))
@@ -60,7 +60,7 @@ class View:
             self._printed, self._line = time.monotonic(), line
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _panel(self) -> Panel | Text:
+    def _draw_panel(self) -> Panel | Text:
         if self._job is None:
             return Text("")
         table = Table.grid(padding=(0, 2))
@@ -71,7 +71,7 @@ class View:
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            self._live = Live(self._panel(), console=self.console, refresh_per_second=8, transient=True)
+            self._live = Live(self._draw_panel(), console=self.console, refresh_per_second=8, transient=True)
             self._live.start()
         return self
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_devcluster.binaries import FLEET_PROGRAMS, Program, ensure_binaries
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.fleet.kwok_stages import MANAGED, MANAGED_LABEL, kwok_configuration
+from trainium_devcluster.fleet.kwok_stages import MANAGED, MANAGED_LABEL, build_kwok_configuration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,9 +64,9 @@ class KwokFleet:
         if not 0 <= nodes <= MAX_NODES:
             raise ClusterError(f"A fleet cannot have {nodes} nodes; use 0 to {MAX_NODES}.")
         fleet = cls(cluster, shape or FleetShape())
-        program = ensure_binaries(programs=FLEET_PROGRAMS, report=report).path(Program.KWOK)
+        program = ensure_binaries(programs=FLEET_PROGRAMS, report=report).find_path(Program.KWOK)
         configuration = cluster.paths.root / "kwok.yaml"
-        configuration.write_text(kwok_configuration(fleet.shape.lease_seconds))
+        configuration.write_text(build_kwok_configuration(fleet.shape.lease_seconds))
         report(f"registering {nodes} fake nodes")
         fleet.add(nodes)
         cluster.request_supervisor({"op": "start-fleet", "program": str(program), "configuration": str(configuration)})
@@ -77,7 +77,7 @@ class KwokFleet:
         """Register more nodes and return their names; numbers are never reused."""
         names = [f"fleet-{number:05d}" for number in range(self._count + 1, self._count + count + 1)]
         self._count += count
-        bodies = (self._node(name) for name in names)
+        bodies = (self._build_node(name) for name in names)
         with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as threads:
             list(threads.map(lambda body: self._cluster.api.create("/api/v1/nodes", body, exists_ok=True), bodies))
         self.nodes += names
@@ -107,7 +107,7 @@ class KwokFleet:
         """End the pod's containers with an exit code, permanently."""
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
         current = self._cluster.api.get(path)
-        terminated = {"exitCode": exit_code, "reason": "Error", "message": message, "finishedAt": timestamp()}
+        terminated = {"exitCode": exit_code, "reason": "Error", "message": message, "finishedAt": format_now()}
         containers = [
             {"name": container["name"], "image": container["image"], "imageID": "", "ready": False, "restartCount": 0}
             | {"state": {"terminated": terminated}}
@@ -115,39 +115,39 @@ class KwokFleet:
         ]
         conditions = [item for item in current["status"].get("conditions", []) if item["type"] != "Ready"]
         conditions.append(
-            {"type": "Ready", "status": "False", "reason": "PodFailed", "lastTransitionTime": timestamp()}
+            {"type": "Ready", "status": "False", "reason": "PodFailed", "lastTransitionTime": format_now()}
         )
         status = {"phase": "Failed", "containerStatuses": containers, "conditions": conditions}
         self._cluster.api.patch(f"{path}/status", {"status": status})
 
     def stop_kubelet(self, node: str) -> None:
         """Stop the kubelet: no lease, no status of its pods; after the grace period the node is NotReady."""
-        self._cluster.api.patch(self._path(node), {"metadata": {"labels": {MANAGED_LABEL: None}}})
+        self._cluster.api.patch(self._format_path(node), {"metadata": {"labels": {MANAGED_LABEL: None}}})
 
     def delete_node(self, node: str) -> None:
         """Delete the Node object, as a cloud controller does when the machine is terminated; permanent."""
-        self._cluster.api.delete(self._path(node), missing_ok=False)
+        self._cluster.api.delete(self._format_path(node), missing_ok=False)
         self.nodes = [name for name in self.nodes if name != node]
 
     def set_condition(self, node: str, kind: str, status: str, *, reason: str = "Fault") -> None:
         """Set a condition of the node, including `Ready`; `status` is True, False or Unknown."""
-        conditions = self._cluster.api.get(self._path(node))["status"].get("conditions", [])
+        conditions = self._cluster.api.get(self._format_path(node))["status"].get("conditions", [])
         others = [item for item in conditions if item["type"] != kind]
         others.append(
             {"type": kind, "status": status, "reason": reason, "message": ""}
-            | {"lastTransitionTime": timestamp(), "lastHeartbeatTime": timestamp()}
+            | {"lastTransitionTime": format_now(), "lastHeartbeatTime": format_now()}
         )
-        self._cluster.api.patch(f"{self._path(node)}/status", {"status": {"conditions": others}})
+        self._cluster.api.patch(f"{self._format_path(node)}/status", {"status": {"conditions": others}})
 
     def set_allocatable(self, node: str, resource: str, count: int) -> None:
         """Remove or restore devices: set capacity and allocatable of a resource."""
         amount = {resource: str(count)}
         change = {"status": {"allocatable": amount, "capacity": amount}}
-        self._cluster.api.patch(f"{self._path(node)}/status", change)
+        self._cluster.api.patch(f"{self._format_path(node)}/status", change)
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def _node(self, name: str) -> dict[str, Any]:
+    def _build_node(self, name: str) -> dict[str, Any]:
         shape, number = self.shape, int(name.rpartition("-")[2])
         digest = hashlib.sha256(f"{self._cluster.name}/{name}".encode()).hexdigest()
         zone = _ZONES[(number - 1) // (4 * shape.nodes_per_spine) % len(_ZONES)]
@@ -180,14 +180,14 @@ class KwokFleet:
                 "addresses": [{"type": "InternalIP", "address": address}, {"type": "Hostname", "address": name}],
                 "conditions": [
                     {"type": kind, "status": status, "reason": "Fleet", "message": ""}
-                    | {"lastTransitionTime": timestamp(), "lastHeartbeatTime": timestamp()}
+                    | {"lastTransitionTime": format_now(), "lastHeartbeatTime": format_now()}
                     for kind, status in (("Ready", "True"), ("MemoryPressure", "False"), ("DiskPressure", "False"))
                 ],
                 "nodeInfo": dict.fromkeys(_NODE_INFO, "") | {"architecture": "amd64", "operatingSystem": "linux"},
             },
         }
 
-    def _path(self, node: str) -> str:
+    def _format_path(self, node: str) -> str:
         return f"/api/v1/nodes/{node}"
 
     def _list(self, path: str) -> list[dict[str, Any]]:
@@ -216,6 +216,6 @@ def _has_initial_taints(node: Mapping[str, Any]) -> bool:
     return any(f"node.kubernetes.io/{unset}" in keys for unset in _INITIAL_TAINTS)
 
 
-def timestamp() -> str:
+def format_now() -> str:
     """Return the current time in the API's format."""
     return format_rfc3339(time.time())

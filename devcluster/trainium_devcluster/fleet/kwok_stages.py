@@ -59,7 +59,7 @@ conditions:
 """
 
 
-def kwok_configuration(lease_seconds: int) -> str:
+def build_kwok_configuration(lease_seconds: int) -> str:
     """Return the configuration; leases expire after `lease_seconds` and are renewed four times as often."""
     options = {
         "cidr": POD_ADDRESSES,

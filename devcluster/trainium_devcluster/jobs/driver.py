@@ -68,56 +68,56 @@ class JobDriver:
 
     # --- observe -------------------------------------------------------------------------------------------------
 
-    def object(self) -> Json:
+    def read_object(self) -> Json:
         """Return the TrainingJob."""
         return self.cluster.api.get(self.path)
 
-    def status(self) -> Json:
+    def read_status(self) -> Json:
         """Return the status with the operator's internal fields in their places; empty before the first one."""
-        stored = self.object().get("status")
+        stored = self.read_object().get("status")
         return TrainingJobStatus().to_wire() | unpack_internal(stored) if stored else {}
 
-    def history(self) -> list[Json]:
+    def read_history(self) -> list[Json]:
         """Return the last interruptions, oldest first."""
-        return list(self.status().get("history") or [])
+        return list(self.read_status().get("history") or [])
 
-    def condition(self, kind: str) -> Json:
+    def find_condition(self, kind: str) -> Json:
         """Return a condition of the status; empty if there is none of that type."""
-        conditions: list[Json] = self.status().get("conditions") or []
+        conditions: list[Json] = self.read_status().get("conditions") or []
         return next((condition for condition in conditions if condition["type"] == kind), {})
 
-    def size(self) -> int:
+    def read_size(self) -> int:
         """Return the number of members."""
-        return int(self.status()["membership"]["size"])
+        return int(self.read_status()["membership"]["size"])
 
-    def members(self) -> list[Json]:
+    def list_members(self) -> list[Json]:
         """Return the members by node rank."""
         path = f"/api/v1/namespaces/{self.namespace}/configmaps/{self.name}-membership"
         return parse_members(self.cluster.api.get(path))
 
-    def pods(self) -> list[Json]:
+    def list_pods(self) -> list[Json]:
         """Return the worker pods."""
         selector = f"labelSelector=trainium.dev/job-name={self.name}"
         pods: list[Json] = self.cluster.api.get(f"/api/v1/namespaces/{self.namespace}/pods?{selector}")["items"]
         return pods
 
-    def uids(self) -> set[str]:
+    def list_uids(self) -> set[str]:
         """Return the uids of the worker pods."""
-        return {pod["metadata"]["uid"] for pod in self.pods()}
+        return {pod["metadata"]["uid"] for pod in self.list_pods()}
 
-    def events(self) -> list[str]:
+    def list_events(self) -> list[str]:
         """Return the events about the job, as `REASON: NOTE`."""
         items = self.cluster.api.get(f"/apis/events.k8s.io/v1/namespaces/{self.namespace}/events")["items"]
         return [f"{item['reason']}: {item['note']}" for item in items if item["regarding"].get("name") == self.name]
 
-    def newest_step(self) -> int:
+    def read_newest_step(self) -> int:
         """Return the newest completed step; 0 before the first."""
         return read_newest_step(self.log.path)
 
-    def losses(self) -> dict[int, float]:
+    def read_losses(self) -> dict[int, float]:
         """Return the losses of the final history by step."""
         self.log.refresh()
-        return self.log.losses()
+        return self.log.list_losses()
 
     # --- wait ----------------------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class JobDriver:
         """Read what every poll of a wait needs; subclasses may do more."""
         self.log.refresh()
 
-    def slowness(self) -> float:
+    def measure_slowness(self) -> float:
         """Return the factor by which limits are longer now: the load of a processor; subclasses may measure it."""
         return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
@@ -141,35 +141,35 @@ class JobDriver:
             except (ApiError, OSError, KeyError) as problem:
                 error = f" ({problem!r})"
             elapsed = time.monotonic() - started_at
-            if elapsed > seconds and elapsed > seconds * self.slowness():
+            if elapsed > seconds and elapsed > seconds * self.measure_slowness():
                 raise JobTimeoutError(
                     f"Job {self.namespace}/{self.name} did not reach {what} within {elapsed:.0f} s{error}: "
                     f"{self.describe()}"
                 )
             time.sleep(_POLL_SECONDS)
 
-    def until(self, what: str, condition: Callable[[Json], Any], seconds: float = WAIT_SECONDS) -> Json:
+    def wait_until(self, what: str, condition: Callable[[Json], Any], seconds: float = WAIT_SECONDS) -> Json:
         """Return the status once it fulfils the condition."""
 
         def matching_status() -> Json | None:
-            status = self.status()
+            status = self.read_status()
             return status if condition(status) else None
 
         status = self.wait_for(what, matching_status, seconds)
         assert status is not None
         return status
 
-    def until_phase(self, phase: str, seconds: float = WAIT_SECONDS) -> Json:
+    def wait_for_phase(self, phase: str, seconds: float = WAIT_SECONDS) -> Json:
         """Return the status once it has this phase."""
-        return self.until(f"phase {phase}", lambda status: status.get("phase") == phase, seconds)
+        return self.wait_until(f"phase {phase}", lambda status: status.get("phase") == phase, seconds)
 
-    def until_step(self, step: int, seconds: float = WAIT_SECONDS) -> None:
+    def wait_for_step(self, step: int, seconds: float = WAIT_SECONDS) -> None:
         """Wait until `step` is completed."""
-        self.wait_for(f"step {step}", lambda: self.newest_step() >= step, seconds)
+        self.wait_for(f"step {step}", lambda: self.read_newest_step() >= step, seconds)
 
-    def until_recovered(self, entries: int = 1, seconds: float = WAIT_SECONDS) -> Json:
+    def wait_for_recovery(self, entries: int = 1, seconds: float = WAIT_SECONDS) -> Json:
         """Return the newest interruption once there are `entries` and it has ended."""
-        status = self.until(
+        status = self.wait_until(
             f"{entries} finished interruption(s)",
             lambda status: (
                 len(status.get("history") or []) >= entries
@@ -183,14 +183,14 @@ class JobDriver:
     def describe(self) -> str:
         """Describe the state of the job in a few lines."""
         with contextlib.suppress(ApiError, OSError, KeyError):
-            status = self.status()
-            pods = [f"{pod['metadata']['name']}={pod['status'].get('phase')}" for pod in self.pods()]
+            status = self.read_status()
+            pods = [f"{pod['metadata']['name']}={pod['status'].get('phase')}" for pod in self.list_pods()]
             conditions = [
                 f"{item['type']}={item['status']}({item['reason']})" for item in status.get("conditions") or []
             ]
             last = (status.get("history") or [{}])[-1]
             return (
-                f"Phase {status.get('phase')}, step {self.newest_step()}, pods {', '.join(pods)}; "
+                f"Phase {status.get('phase')}, step {self.read_newest_step()}, pods {', '.join(pods)}; "
                 f"{', '.join(conditions)}; verdict {status.get('verdict')!r}; last interruption {last}"
             )
         return "The API server does not answer."
@@ -240,7 +240,7 @@ class JobDriver:
 
     def kill_rank(self, node_rank: int, signal: str = "KILL") -> str:
         """Send a signal to the training process of a member; return its pod."""
-        pod: str = self.members()[node_rank]["podName"]
+        pod: str = self.list_members()[node_rank]["podName"]
         self.signal_rank(pod, signal)
         return pod
 

@@ -63,7 +63,7 @@ class StepLog:
             self.first_times.setdefault(step, float(record["time"]))
         self.steps.update(records)
 
-    def losses(self) -> dict[int, float]:
+    def list_losses(self) -> dict[int, float]:
         """Return the loss of each step."""
         return {step: float(record["loss"]) for step, record in self.steps.items()}
 
@@ -78,19 +78,19 @@ class StepLog:
         return None if record is None else float(record["time"])
 
 
-def every_sample_once(folder: Path, steps: int, batch: int) -> bool:
+def has_every_sample_once(folder: Path, steps: int, batch: int) -> bool:
     """Return whether every step used a whole global batch and no sample twice, within the first epoch."""
-    return every_sample_once_in_batches(folder, dict.fromkeys(range(1, steps + 1), batch))
+    return has_every_sample_once_in_batches(folder, dict.fromkeys(range(1, steps + 1), batch))
 
 
-def every_sample_once_in_batches(folder: Path, batches: Mapping[int, int]) -> bool:
+def has_every_sample_once_in_batches(folder: Path, batches: Mapping[int, int]) -> bool:
     """Return whether every step used as many samples as in `batches`, none of them twice, within the first epoch."""
     seen = read_samples(folder)
     every = [sample for samples in seen.values() for sample in samples]
     return {step: len(samples) for step, samples in seen.items()} == batches and len(set(every)) == len(every)
 
 
-def every_sample_once_an_epoch(folder: Path, steps: int, batch: int, epochs: int) -> bool:
+def has_every_sample_once_an_epoch(folder: Path, steps: int, batch: int, epochs: int) -> bool:
     """Return whether each epoch had every sample exactly once, in whole global batches except for its last one."""
     seen = read_samples(folder)
     if steps <= 0 or steps % epochs or not set(seen) <= set(range(1, steps + 1)):

@@ -56,21 +56,21 @@ class Recovery:
         return sum(int(entry.get("podsReplaced", 0)) for entry in self.entries)
 
 
-def interruption_key(entry: Json) -> tuple[Any, ...]:
+def identify_interruption(entry: Json) -> tuple[Any, ...]:
     """Return the identity of an interruption, without its response, which may still change."""
     return (entry["generation"], entry.get("attempt", 0), entry.get("failedAt"))
 
 
 def take_snapshot(job: JobDriver) -> JobSnapshot:
     """Record the state of the job."""
-    return JobSnapshot(frozenset(map(interruption_key, job.history())), frozenset(job.uids()))
+    return JobSnapshot(frozenset(map(identify_interruption, job.read_history())), frozenset(job.list_uids()))
 
 
 def inject(job: JobDriver, action: Callable[[], object]) -> InjectedFault:
     """Inject a fault by an action, which may return the time of the fault."""
     before, started_at = take_snapshot(job), time.time()
     injected_at = action()
-    return InjectedFault(before, injected_at if isinstance(injected_at, float) else started_at, job.newest_step())
+    return InjectedFault(before, injected_at if isinstance(injected_at, float) else started_at, job.read_newest_step())
 
 
 def follow(job: JobDriver, fault: InjectedFault, seconds: float, pause: float = 0.0) -> Recovery:
@@ -80,7 +80,9 @@ def follow(job: JobDriver, fault: InjectedFault, seconds: float, pause: float = 
     """
 
     def recovered_entries() -> list[Json]:
-        entries = [entry for entry in job.history() if interruption_key(entry) not in fault.before.interruptions]
+        entries = [
+            entry for entry in job.read_history() if identify_interruption(entry) not in fault.before.interruptions
+        ]
         return entries if all(entry.get("recoveredSeconds") is not None for entry in entries) else []
 
     job.wait_for("the recovery", recovered_entries, seconds)
@@ -91,7 +93,7 @@ def follow(job: JobDriver, fault: InjectedFault, seconds: float, pause: float = 
     resumed = min(entry.get("resumeStep", completed) for entry in entries)
     # The trainer saves the steps after the decision to resize; a program repeats them.
     last_step = max(completed, *(entry.get("stepBefore", 0) for entry in entries), last.get("resumeStep") or 0)
-    job.until_step(last_step + 1, seconds)
+    job.wait_for_step(last_step + 1, seconds)
     job.log.refresh()
     ended_at = job.log.step_time(last_step + 1)
     failed_at = first.get("failedAt")

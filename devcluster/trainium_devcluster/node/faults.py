@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.node.api.client import Api
-from trainium_devcluster.node.api.objects import Json, name, namespace
+from trainium_devcluster.node.api.objects import Json, get_name, get_namespace
 from trainium_devcluster.node.network.sockets import SocketFilter
 from trainium_devcluster.node.pods.container import Container
 from trainium_devcluster.node.pods.pod import PodRunner
 from trainium_devcluster.node.registration import ForcedCondition, Registration
-from trainium_devcluster.processes.process_tree import command_line, send_signal, tree_of
+from trainium_devcluster.processes.process_tree import list_tree, read_command_line, send_signal
 
 _SLOW_PERIOD = 0.1  # seconds of one stop-and-go cycle
 _PARTITION_SCAN = 0.02  # seconds between two searches for new sockets
@@ -41,11 +41,11 @@ class NodeFaults:
         """Execute `request` and return the outcome. Raises ClusterError if it names something unknown."""
         match request["op"]:
             case "kill-container":
-                os.kill(self._matching_pids(request)[0], request["signal"])
+                os.kill(self._find_matching_pids(request)[0], request["signal"])
             case "freeze-container":
-                send_signal(self._matching_pids(request), signal.SIGSTOP)
+                send_signal(self._find_matching_pids(request), signal.SIGSTOP)
             case "thaw-container":
-                send_signal(self._matching_pids(request), signal.SIGCONT)
+                send_signal(self._find_matching_pids(request), signal.SIGCONT)
             case "set-condition":
                 fields = (request[key] for key in ("type", "status", "reason", "message"))
                 self.registration.set_condition(ForcedCondition(*fields))
@@ -70,27 +70,27 @@ class NodeFaults:
     def _find(self, request: Json) -> Container:
         pod_namespace, pod_name = request["namespace"], request["pod"]
         for runner in self.runners():
-            if namespace(runner.pod) == pod_namespace and name(runner.pod) == pod_name:
-                container = runner.container(request.get("container"))
+            if get_namespace(runner.pod) == pod_namespace and get_name(runner.pod) == pod_name:
+                container = runner.find_container(request.get("container"))
                 if container is None:
                     raise ClusterError(f"Pod {pod_namespace}/{pod_name} has no container {request['container']!r}.")
                 return container
         raise ClusterError(f"Pod {pod_namespace}/{pod_name} is not on this node.")
 
-    def _matching_pids(self, request: Json) -> list[int]:
+    def _find_matching_pids(self, request: Json) -> list[int]:
         """Return the processes of a container whose command line matches, parents before children."""
         container = self._find(request)
         if container.process is None:
             raise ClusterError(f"Container {container.name} of pod {request['pod']} is not running.")
-        tree, pattern = tree_of([container.process.pid]), request.get("match")
-        matching = [pid for pid in tree if re.search(pattern, command_line(pid))] if pattern else tree
+        tree, pattern = list_tree([container.process.pid]), request.get("match")
+        matching = [pid for pid in tree if re.search(pattern, read_command_line(pid))] if pattern else tree
         if not matching:
             raise ClusterError(f"No process of container {container.name} has a command line that matches {pattern!r}.")
         return matching
 
-    def _pod_pids(self) -> list[int]:
+    def _list_pod_pids(self) -> list[int]:
         """Return the processes of all pods."""
-        return tree_of(
+        return list_tree(
             c.process.pid
             for runner in self.runners()
             for c in runner.containers
@@ -100,12 +100,12 @@ class NodeFaults:
     async def _throttle(self, factor: float) -> None:
         try:
             while True:
-                send_signal(self._pod_pids(), signal.SIGSTOP)
+                send_signal(self._list_pod_pids(), signal.SIGSTOP)
                 await asyncio.sleep(_SLOW_PERIOD * (1 - factor))
-                send_signal(self._pod_pids(), signal.SIGCONT)
+                send_signal(self._list_pod_pids(), signal.SIGCONT)
                 await asyncio.sleep(_SLOW_PERIOD * factor)
         finally:
-            send_signal(self._pod_pids(), signal.SIGCONT)
+            send_signal(self._list_pod_pids(), signal.SIGCONT)
 
     async def _set_partition(self, on: bool) -> Json:
         self.api.partition(on)
@@ -113,7 +113,7 @@ class NodeFaults:
         self._cut = None
         if not on:
             return {"pods": "healed"}
-        if not self._filter.supported():
+        if not self._filter.is_supported():
             return {"pods": "not cut: this kernel or user may not reach the sockets of its own processes (pidfd_getfd)"}
         self._cut = asyncio.create_task(self._maintain_partition())
         return {"pods": "cut: their TCP sockets receive nothing any more; what they send may still arrive"}
@@ -121,7 +121,7 @@ class NodeFaults:
     async def _maintain_partition(self) -> None:
         try:
             while True:
-                self._filter.cut(self._pod_pids())
+                self._filter.cut(self._list_pod_pids())
                 await asyncio.sleep(_PARTITION_SCAN)
         finally:
             self._filter.heal()

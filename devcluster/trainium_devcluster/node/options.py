@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.node.api import quantities
-from trainium_devcluster.state import ClusterPaths, NodeSpec, node_from_fields
+from trainium_devcluster.state import ClusterPaths, NodeSpec, parse_node
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +35,7 @@ class NodeOptions:
 
     def __post_init__(self) -> None:
         _ = self.taints
-        for resource, amount in self._requested().items():
+        for resource, amount in self._parse_requested().items():
             try:
                 quantities.parse(amount)
             except ValueError as error:
@@ -54,7 +54,7 @@ class NodeOptions:
     @property
     def state_dir(self) -> Path:
         """The folder of this node."""
-        return self.paths.node(self.name)
+        return self.paths.find_node_folder(self.name)
 
     @property
     def claims_dir(self) -> Path:
@@ -64,14 +64,14 @@ class NodeOptions:
     @property
     def capacity(self) -> dict[str, str]:
         """The resources that the node registers, without those of amount 0."""
-        return {name: amount for name, amount in self._requested().items() if quantities.parse(amount) > 0}
+        return {name: amount for name, amount in self._parse_requested().items() if quantities.parse(amount) > 0}
 
     @property
     def taints(self) -> list[dict[str, str]]:
         """The taints that the node registers."""
-        return [_taint(text) for text in self.spec.taints]
+        return [_parse_taint(text) for text in self.spec.taints]
 
-    def _requested(self) -> dict[str, str]:
+    def _parse_requested(self) -> dict[str, str]:
         return {
             "cpu": self.spec.cpu,
             "memory": self.spec.memory,
@@ -93,10 +93,10 @@ class NodeOptions:
         """Read the options that `write` stored."""
         fields: Mapping[str, Any] = json.loads(file.read_text())
         host, port = fields["api_server"]
-        return NodeOptions(**{**fields, "spec": node_from_fields(fields["spec"]), "api_server": (host, port)})
+        return NodeOptions(**{**fields, "spec": parse_node(fields["spec"]), "api_server": (host, port)})
 
 
-def _taint(text: str) -> dict[str, str]:
+def _parse_taint(text: str) -> dict[str, str]:
     pair, _, effect = text.rpartition(":")
     key, _, value = pair.partition("=")
     if not key or effect not in _EFFECTS:

@@ -93,13 +93,13 @@ class Registration:
             self._cleared.add(kind)
         self._changed.set()
 
-    def _labels(self) -> dict[str, str]:
+    def _build_labels(self) -> dict[str, str]:
         own = {
             "kubernetes.io/hostname": self.options.name,
             "kubernetes.io/os": "linux",
-            "kubernetes.io/arch": _architecture(),
+            "kubernetes.io/arch": _find_architecture(),
             "beta.kubernetes.io/os": "linux",
-            "beta.kubernetes.io/arch": _architecture(),
+            "beta.kubernetes.io/arch": _find_architecture(),
         }
         return own | dict(self.options.spec.labels)
 
@@ -107,7 +107,7 @@ class Registration:
         body = {
             "apiVersion": "v1",
             "kind": "Node",
-            "metadata": {"name": self.options.name, "labels": self._labels()},
+            "metadata": {"name": self.options.name, "labels": self._build_labels()},
             "spec": {
                 "podCIDR": self.pod_cidr,
                 "podCIDRs": [self.pod_cidr],
@@ -120,13 +120,13 @@ class Registration:
         except ApiError as error:
             if error.status != _CONFLICT:
                 raise
-            self.node = await self.api.patch(self._path, {"metadata": {"labels": self._labels()}})
+            self.node = await self.api.patch(self._path, {"metadata": {"labels": self._build_labels()}})
 
     @property
     def _path(self) -> str:
         return f"/api/v1/nodes/{self.options.name}"
 
-    def _conditions(self) -> list[Json]:
+    def _build_conditions(self) -> list[Json]:
         own = [ForcedCondition(kind, "False", reason, message) for kind, reason, message in _HEALTHY]
         own.append(ForcedCondition("Ready", "True", "KubeletReady", "the process node is posting ready status"))
         merged = {c.type: c for c in own} | self._forced
@@ -155,7 +155,7 @@ class Registration:
         status = {
             "capacity": self.options.capacity,
             "allocatable": self.options.capacity,
-            "conditions": self._conditions(),
+            "conditions": self._build_conditions(),
             "addresses": [
                 {"type": "InternalIP", "address": self.address},
                 {"type": "Hostname", "address": self.options.name},
@@ -163,13 +163,13 @@ class Registration:
             "daemonEndpoints": {"kubeletEndpoint": {"Port": KUBELET_PORT}},
             "declaredFeatures": ["ExtendWebSocketsToKubelet"],
             "nodeInfo": {
-                "architecture": _architecture(),
+                "architecture": _find_architecture(),
                 "bootID": self._boot_id,
                 "containerRuntimeVersion": "process://1.0.0",
                 "kernelVersion": uname.release,
                 "kubeProxyVersion": "",
                 "kubeletVersion": f"v{self.options.kubernetes}",
-                "machineID": _machine_id(),
+                "machineID": _read_machine_id(),
                 "operatingSystem": "linux",
                 "osImage": "process node",
                 "systemUUID": self._boot_id,
@@ -184,7 +184,7 @@ class Registration:
             return True
         node = await self.api.get(self._path)
         theirs = {item["type"]: item["status"] for item in node.get("status", {}).get("conditions", [])}
-        return any(theirs.get(item["type"]) != item.get("status") for item in self._conditions())
+        return any(theirs.get(item["type"]) != item.get("status") for item in self._build_conditions())
 
     async def _update_status_periodically(self) -> None:
         while True:
@@ -231,11 +231,11 @@ class Registration:
                 _log.warning("node lease: %s", error)
 
 
-def _architecture() -> str:
+def _find_architecture() -> str:
     return {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 
 
-def _machine_id() -> str:
+def _read_machine_id() -> str:
     try:
         return Path("/etc/machine-id").read_text(encoding="ascii").strip()
     except OSError:

@@ -24,7 +24,7 @@ from trainium_devcluster import control_socket
 from trainium_devcluster.controlplane.certificates import Authority
 from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.events import EventSink
-from trainium_devcluster.node.api.objects import Json, name, namespace, uid
+from trainium_devcluster.node.api.objects import Json, get_name, get_namespace, get_uid
 from trainium_devcluster.node.api.reflector import ObjectCache, Reflector
 from trainium_devcluster.node.faults import NodeFaults
 from trainium_devcluster.node.network import addresses
@@ -33,7 +33,7 @@ from trainium_devcluster.node.options import KUBELET_PORT, NodeOptions
 from trainium_devcluster.node.pods.node_services import NodeServices
 from trainium_devcluster.node.pods.pod import PodRunner
 from trainium_devcluster.node.processes.launcher_client import Launcher
-from trainium_devcluster.node.processes.programs import create_agent_image, program_folders
+from trainium_devcluster.node.processes.programs import create_agent_image, find_program_folders
 from trainium_devcluster.node.registration import Registration
 from trainium_devcluster.node.server.server import NodeServer
 from trainium_devcluster.node.volumes import persistent_volume_claims
@@ -68,7 +68,7 @@ async def run(options: NodeOptions, launcher_socket: socket.socket) -> None:
 
 def _create_node(options: NodeOptions, launcher: Launcher, api: Api, http: aiohttp.ClientSession) -> "NodeRuntime":
     network, listener = addresses.reserve_network(
-        addresses.candidate_networks(f"{options.api_server}/{options.name}"), KUBELET_PORT
+        addresses.iterate_candidate_networks(f"{options.api_server}/{options.name}"), KUBELET_PORT
     )
     events = EventSink(api, options.name)
     registration = Registration(api, options, str(network[1]), str(network))
@@ -86,7 +86,7 @@ def _create_node(options: NodeOptions, launcher: Launcher, api: Api, http: aioht
         node=lambda: registration.node,
         active_pods=lambda: [runner.pod for runner in runners.values() if runner.active],
         release_address=pod_addresses.release,
-        programs=program_folders(Path(options.venv_bin)),
+        programs=find_program_folders(Path(options.venv_bin)),
     )
     create_agent_image(services.agent_folder, Path(options.venv_bin))
     return NodeRuntime(services, registration, listener, pod_addresses, runners)
@@ -107,10 +107,10 @@ class NodeRuntime:
         """Register and run pods until cancelled."""
         options = self.services.options
         faults = NodeFaults(self.services.api, self.registration, self.runners.values)
-        control_server = await control_socket.serve(options.paths.node_socket(options.name), faults.handle)
+        control_server = await control_socket.serve(options.paths.find_node_socket(options.name), faults.handle)
         web_runner = await self._serve_api()
         pods = Reflector(
-            self.services.api, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={options.name}"}, self._pod_changed
+            self.services.api, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={options.name}"}, self._handle_pod
         )
         try:
             async with asyncio.TaskGroup() as group:
@@ -156,27 +156,29 @@ class NodeRuntime:
                 remove_tree(entry)
 
     def _find(self, pod_namespace: str, pod_name: str) -> PodRunner | None:
-        runners = [r for r in self.runners.values() if namespace(r.pod) == pod_namespace and name(r.pod) == pod_name]
+        runners = [
+            r for r in self.runners.values() if get_namespace(r.pod) == pod_namespace and get_name(r.pod) == pod_name
+        ]
         return runners[-1] if runners else None
 
-    def _pod_changed(self, pod: Json, deleted: bool) -> None:
-        runner = self.runners.get(uid(pod))
+    def _handle_pod(self, pod: Json, deleted: bool) -> None:
+        runner = self.runners.get(get_uid(pod))
         if runner is not None:
             runner.handle_deletion(pod) if deleted else runner.update(pod)
         elif not deleted:
             self._start_runner(pod)
 
     def _start_runner(self, pod: Json) -> None:
-        key = uid(pod)
+        key = get_uid(pod)
         if pod["spec"].get("hostNetwork"):
             address = self.services.address
         else:
             address = self.addresses.allocate(key, pod.get("status", {}).get("podIP", ""))
         runner = self.runners[key] = PodRunner(self.services, pod, address)
-        task = self._tasks[key] = asyncio.create_task(runner.run(), name=f"pod {namespace(pod)}/{name(pod)}")
-        task.add_done_callback(lambda done: self._on_runner_done(key, done))
+        task = self._tasks[key] = asyncio.create_task(runner.run(), name=f"pod {get_namespace(pod)}/{get_name(pod)}")
+        task.add_done_callback(lambda done: self._handle_finished_runner(key, done))
 
-    def _on_runner_done(self, key: str, task: asyncio.Task[None]) -> None:
+    def _handle_finished_runner(self, key: str, task: asyncio.Task[None]) -> None:
         self.runners.pop(key, None)
         self._tasks.pop(key, None)
         self.addresses.release(key)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from trainium_devcluster.controlplane import components
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.node.options import NodeOptions
-from trainium_devcluster.nodepool.unresponsive_ports import UnresponsivePorts, listening_addresses
+from trainium_devcluster.nodepool.unresponsive_ports import UnresponsivePorts, find_listening_addresses
 from trainium_devcluster.processes.cleanup import remove_folder
 from trainium_devcluster.processes.process_tree import freeze_tree, kill_tree, thaw_tree
 from trainium_devcluster.state import MARKER, NodeSpec
@@ -97,7 +97,7 @@ class NodePool:
     async def kill(self, name: str) -> None:
         """Simulate a power loss."""
         node = self._get(name)
-        ports = [] if node.unresponsive_ports else listening_addresses(MARKER, self._paths.marker(name))
+        ports = [] if node.unresponsive_ports else find_listening_addresses(MARKER, self._paths.format_marker(name))
         self._kill(node)
         await node.child.ended.wait()
         node.unresponsive_ports = node.unresponsive_ports or UnresponsivePorts(ports)
@@ -120,7 +120,7 @@ class NodePool:
         await self.kill(name)
         self._release_ports(self._nodes[name])
         del self._nodes[name]
-        await asyncio.to_thread(remove_folder, self._paths.node(name))
+        await asyncio.to_thread(remove_folder, self._paths.find_node_folder(name))
 
     def freeze(self, name: str) -> None:
         """Freeze every process of the node."""
@@ -128,7 +128,7 @@ class NodePool:
         pid = node.child.pid
         if pid is None:
             raise ClusterError(f"Node {name!r} is not running, so it cannot be frozen.")
-        freeze_tree(pid, MARKER, self._paths.marker(name))
+        freeze_tree(pid, MARKER, self._paths.format_marker(name))
         node.state = NodeState.FROZEN
 
     def thaw(self, name: str) -> None:
@@ -143,9 +143,9 @@ class NodePool:
         for node in self._nodes.values():
             self._kill(node)
 
-    def status_by_node(self) -> dict[str, dict[str, object]]:
+    def read_status(self) -> dict[str, dict[str, object]]:
         """Return the part of `status` about the nodes."""
-        return {name: node.child.status_row(node.state) for name, node in self._nodes.items()}
+        return {name: node.child.build_status_row(node.state) for name, node in self._nodes.items()}
 
     def _start(self, spec: NodeSpec) -> None:
         api_server = (components.HOST, self._ports.apiserver)
@@ -154,7 +154,7 @@ class NodePool:
         )
         components.issue_node(self._paths, self._ports, spec.name)
         command = [sys.executable, "-m", "trainium_devcluster.node", str(options.write())]
-        environment = node_environment(os.environ, self._paths, spec.name, self._binaries)
+        environment = build_node_environment(os.environ, self._paths, spec.name, self._binaries)
         node = PoolNode(spec, self._children.start(f"node-{spec.name}", command, environment))
         self._nodes[spec.name] = node
         self._children.run_in_background(self._clean_up_after_exit(node))
@@ -164,7 +164,7 @@ class NodePool:
         if node.state is NodeState.RUNNING:
             logger.warning("node %s ended with code %s", node.spec.name, node.child.code)
         node.state = NodeState.DEAD
-        kill_tree(None, MARKER, self._paths.marker(node.spec.name))
+        kill_tree(None, MARKER, self._paths.format_marker(node.spec.name))
 
     def _release_ports(self, node: PoolNode) -> None:
         if node.unresponsive_ports is not None:
@@ -173,12 +173,12 @@ class NodePool:
 
     def _kill(self, node: PoolNode) -> None:
         node.state = NodeState.DEAD
-        kill_tree(node.child.pid, MARKER, self._paths.marker(node.spec.name))
+        kill_tree(node.child.pid, MARKER, self._paths.format_marker(node.spec.name))
 
     def _thaw(self, node: PoolNode) -> None:
         pid = node.child.pid
         if node.state is NodeState.FROZEN and pid is not None:
-            thaw_tree(pid, MARKER, self._paths.marker(node.spec.name))
+            thaw_tree(pid, MARKER, self._paths.format_marker(node.spec.name))
             node.state = NodeState.RUNNING
 
     def _request_stop(self, node: PoolNode) -> None:
@@ -193,7 +193,7 @@ class NodePool:
         return self._nodes[name]
 
 
-def node_environment(base: Mapping[str, str], paths: ClusterPaths, node: str, binaries: Path) -> dict[str, str]:
+def build_node_environment(base: Mapping[str, str], paths: ClusterPaths, node: str, binaries: Path) -> dict[str, str]:
     """Return the environment of a node process: the supervisor's, the marker, and the cluster's PATH."""
     path = f"{binaries}:{base.get('PATH', '/usr/bin:/bin')}"
-    return {**base, MARKER: paths.marker(node), "PATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**base, MARKER: paths.format_marker(node), "PATH": path, "PYTHONUNBUFFERED": "1"}

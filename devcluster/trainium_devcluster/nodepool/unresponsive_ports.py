@@ -15,7 +15,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_devcluster.processes.process_tree import find_marked, sockets_of
+from trainium_devcluster.processes.process_tree import find_marked, list_sockets
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,9 +64,9 @@ class UnresponsivePorts:
         return True
 
 
-def listening_addresses(variable: str, value: str) -> list[Address]:
+def find_listening_addresses(variable: str, value: str) -> list[Address]:
     """Return the IPv4 addresses on which processes with this environment variable listen."""
-    inodes = {inode for pid in find_marked(variable, value) for _, inode in sockets_of(pid)}
+    inodes = {inode for pid in find_marked(variable, value) for _, inode in list_sockets(pid)}
     endpoints = []
     for line in _read_tcp_table():
         fields = line.split()

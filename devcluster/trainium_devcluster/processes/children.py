@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.processes.process_tree import ProcessId, identify, resident_bytes, spawn
+from trainium_devcluster.processes.process_tree import ProcessId, identify, read_resident_bytes, spawn
 
 if TYPE_CHECKING:
     import subprocess
@@ -45,10 +45,10 @@ class Child:
             return False
         return True
 
-    def status_row(self, state: str) -> dict[str, object]:
+    def build_status_row(self, state: str) -> dict[str, object]:
         """Return the part of `status` about the process; memory in bytes."""
         pid = self.identity.pid
-        return {"pid": pid, "state": state, "code": self.code, "bytes": resident_bytes(pid)}
+        return {"pid": pid, "state": state, "code": self.code, "bytes": read_resident_bytes(pid)}
 
 
 class Children:

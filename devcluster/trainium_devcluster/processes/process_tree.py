@@ -36,7 +36,7 @@ class ProcessId:
 
     def is_alive(self) -> bool:
         """Return whether this process still runs; a zombie does not."""
-        stat = _stat(self.pid)
+        stat = _read_stat(self.pid)
         return stat is not None and stat.started == self.started and stat.state != "Z"
 
     def signal(self, number: signal.Signals) -> bool:
@@ -74,7 +74,7 @@ class _Stat:
 
 def identify(pid: int) -> ProcessId | None:
     """Return the identity of a running process."""
-    stat = _stat(pid)
+    stat = _read_stat(pid)
     return ProcessId(pid, stat.started) if stat is not None else None
 
 
@@ -106,9 +106,9 @@ def spawn(
         )
 
 
-def tree_of(roots: Iterable[int]) -> list[int]:
+def list_tree(roots: Iterable[int]) -> list[int]:
     """Return the pids of these processes and all their descendants, parents before children."""
-    table = {pid: stat.parent for pid in _all_pids() if (stat := _stat(pid)) is not None}
+    table = {pid: stat.parent for pid in _list_pids() if (stat := _read_stat(pid)) is not None}
     children: dict[int, list[int]] = {}
     for child, parent in table.items():
         children.setdefault(parent, []).append(child)
@@ -118,14 +118,14 @@ def tree_of(roots: Iterable[int]) -> list[int]:
     return ordered
 
 
-def command_line(pid: int) -> str:
+def read_command_line(pid: int) -> str:
     """Return the command line of a process; empty if it has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
     return ""
 
 
-def sockets_of(pid: int) -> list[tuple[int, str]]:
+def list_sockets(pid: int) -> list[tuple[int, str]]:
     """Return descriptor and inode of each socket of a process."""
     sockets = []
     with contextlib.suppress(OSError):
@@ -139,14 +139,14 @@ def sockets_of(pid: int) -> list[tuple[int, str]]:
 
 def find_by_command_line(text: str) -> list[int]:
     """Return the pids of the processes with this command line."""
-    return [pid for pid in _all_pids() if command_line(pid) == text]
+    return [pid for pid in _list_pids() if read_command_line(pid) == text]
 
 
 def find_marked(variable: str, value: str, *, prefix: bool = False) -> list[int]:
     """Return the pids of this user's processes with an environment variable of this value (or prefix)."""
     expected = f"{variable}={value}".encode()
     pids = []
-    for pid in _all_pids():
+    for pid in _list_pids():
         if pid == os.getpid():
             continue
         with contextlib.suppress(OSError):
@@ -167,12 +167,12 @@ def kill_tree(root: int | None, variable: str, value: str, *, prefix: bool = Fal
     """Kill a process, its descendants and all marked processes; give up after `_SIGNAL_SECONDS`."""
     deadline = time.monotonic() + _SIGNAL_SECONDS
     while True:
-        members = _members(root, variable, value, prefix=prefix)
+        members = _find_members(root, variable, value, prefix=prefix)
         if not members:
             return
         # Stop before the kill, and the root before its children, because a stopped process cannot start another one.
         send_signal(members, signal.SIGSTOP)
-        send_signal(_members(root, variable, value, prefix=prefix), signal.SIGKILL)
+        send_signal(_find_members(root, variable, value, prefix=prefix), signal.SIGKILL)
         if time.monotonic() > deadline:
             return
         time.sleep(0.02)
@@ -185,7 +185,7 @@ def freeze_tree(root: int, variable: str, value: str) -> None:
     until all have stopped.
     """
     deadline = time.monotonic() + _SIGNAL_SECONDS
-    while running := [pid for pid in _members(root, variable, value) if not _is_stopped(pid)]:
+    while running := [pid for pid in _find_members(root, variable, value) if not _is_stopped(pid)]:
         send_signal(running, signal.SIGSTOP)
         if time.monotonic() > deadline:
             return
@@ -194,10 +194,10 @@ def freeze_tree(root: int, variable: str, value: str) -> None:
 
 def thaw_tree(root: int, variable: str, value: str) -> None:
     """Continue a frozen family, the root last, so that it never finds its children stopped."""
-    send_signal(reversed(_members(root, variable, value)), signal.SIGCONT)
+    send_signal(reversed(_find_members(root, variable, value)), signal.SIGCONT)
 
 
-def resident_bytes(pid: int) -> int:
+def read_resident_bytes(pid: int) -> int:
     """Return the resident memory of a process in bytes; 0 if it has ended."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -208,12 +208,12 @@ def resident_bytes(pid: int) -> int:
     return 0
 
 
-def _members(root: int | None, variable: str, value: str, *, prefix: bool = False) -> list[int]:
-    members = tree_of([root]) if root is not None else []
+def _find_members(root: int | None, variable: str, value: str, *, prefix: bool = False) -> list[int]:
+    members = list_tree([root]) if root is not None else []
     members += find_marked(variable, value, prefix=prefix)
     alive = []
     for pid in dict.fromkeys(members):
-        stat = _stat(pid)
+        stat = _read_stat(pid)
         if stat is not None and stat.state not in "ZX":
             alive.append(pid)
     return alive
@@ -221,15 +221,15 @@ def _members(root: int | None, variable: str, value: str, *, prefix: bool = Fals
 
 def _is_stopped(pid: int) -> bool:
     """Return whether a process is stopped, by a signal or a tracer, or has ended."""
-    stat = _stat(pid)
+    stat = _read_stat(pid)
     return stat is None or stat.state in "TtZX"
 
 
-def _all_pids() -> list[int]:
+def _list_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - names only, much faster
 
 
-def _stat(pid: int) -> _Stat | None:
+def _read_stat(pid: int) -> _Stat | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_devcluster.binaries.cache import cache_root
+from trainium_devcluster.binaries.cache import find_cache_root
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.jobs.metrics import StepLog
 from trainium_devcluster.progress import hold_lock
@@ -58,11 +58,11 @@ class BaseFolder:
     seconds: float
 
 
-def base_model(texts: Iterable[str], report: Callable[[str], None], *, root: Path | None = None) -> BaseFolder:
+def open_base_model(texts: Iterable[str], report: Callable[[str], None], *, root: Path | None = None) -> BaseFolder:
     """Return the base model of these texts; train it if it is not cached. Raises ClusterError if that fails."""
     started_at = time.monotonic()
     corpus = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    cache = (cache_root() if root is None else root) / "tune"
+    cache = (find_cache_root() if root is None else root) / "tune"
     folder = cache / f"base-{compute_digest(corpus, CONFIGURATION)}"
     if folder.is_dir():
         return BaseFolder(folder, cached=True, seconds=time.monotonic() - started_at)
@@ -126,7 +126,7 @@ def _run(command: list[str], work: Path, report: Callable[[str], None]) -> None:
                 except subprocess.TimeoutExpired:
                     steps.refresh()
                     if steps.newest:
-                        loss = steps.losses()[steps.newest]
+                        loss = steps.list_losses()[steps.newest]
                         report(f"base model: step {steps.newest}/{CONFIGURATION['steps']}, loss {loss:.3f}")
         finally:
             process.terminate()  # without effect after its end

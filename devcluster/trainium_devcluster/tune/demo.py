@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_devcluster.demos.frame import WAIT_SECONDS, Demo, DemoJob
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.jobs.metrics import every_sample_once_an_epoch
+from trainium_devcluster.jobs.metrics import has_every_sample_once_an_epoch
 from trainium_devcluster.tune import report
 from trainium_devcluster.tune.report import Evaluation, Figure
 
@@ -37,19 +37,21 @@ class TuneDemo(Demo):
     def inject_faults(self, run: DemoJob) -> None:
         """Kill a process, power a node off, and resize the job."""
         kill_at, loss_at, shrink_at = (round(run.steps * share) for share in (0.15, 0.35, 0.7))
-        run.until_step(kill_at)
+        run.wait_for_step(kill_at)
         self.kill_process(run)
-        run.until_step(loss_at)
+        run.wait_for_step(loss_at)
         self.lose_node(run)
-        run.until("a new warm spare", lambda status: status.get("spares", 0) >= 1)
-        run.until_step(shrink_at)
+        run.wait_until("a new warm spare", lambda status: status.get("spares", 0) >= 1)
+        run.wait_for_step(shrink_at)
         self.resize(run, 2)
-        run.until_step(run.steps, WAIT_SECONDS)
+        run.wait_for_step(run.steps, WAIT_SECONDS)
         self.view.log("all steps are done; adapter and merged model are written, then measured beside the base")
 
     def check_samples(self, run: DemoJob, reference: DemoJob) -> bool:  # noqa: ARG002 - as the base class
         """Return whether each epoch used every sample exactly once."""
-        return every_sample_once_an_epoch(run.folder, run.newest_step(), run.global_batch, int(run.trainer["epochs"]))
+        return has_every_sample_once_an_epoch(
+            run.folder, run.read_newest_step(), run.global_batch, int(run.trainer["epochs"])
+        )
 
     def evaluate(self, run: DemoJob) -> Evaluation:
         """Read the answers and figures of base and tuned model."""
@@ -62,7 +64,7 @@ class TuneDemo(Demo):
         """Add figures and answers before and after, the artifacts, and the picture."""
         evaluation = self.evaluate(run)
         outcome.tables += [report.answer_table(evaluation)] if evaluation.answers else []
-        outcome.tables.append(report.figure_table(evaluation))
+        outcome.tables.append(report.format_figures(evaluation))
         better = evaluation.is_clearly_better
         outcome.expect("The tuned model is not clearly better on held-out examples.", better)
         folders = {kind.lower(): str(find_artifact(run, kind)) for kind in ("Model", "Adapter")}
@@ -77,7 +79,7 @@ class PairsDemo(TuneDemo):
 
     def create_manifest(self, name: str) -> dict[str, Any]:
         """Return the job with direct preference optimization."""
-        return with_pairs(super().create_manifest(name))
+        return use_pairs(super().create_manifest(name))
 
     def evaluate(self, run: DemoJob) -> Evaluation:
         """Return the rewards of held-out pairs; before the first step they are zero, and their order is random."""
@@ -87,7 +89,7 @@ class PairsDemo(TuneDemo):
         return Evaluation(int(run.trainer["data"]["validation"]["samples"]), figures, ())
 
 
-def with_pairs(job: dict[str, Any]) -> dict[str, Any]:
+def use_pairs(job: dict[str, Any]) -> dict[str, Any]:
     """Return the job with direct preference optimization instead of examples."""
     job = copy.deepcopy(job)
     trainer = job["spec"]["trainer"]

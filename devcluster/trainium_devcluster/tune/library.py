@@ -59,7 +59,7 @@ class Module:
     functions: tuple[Function, ...]
 
 
-def standard_library(root: Path | None = None) -> list[Module]:
+def read_standard_library(root: Path | None = None) -> list[Module]:
     """Return the modules below `root` (default: those of this Python), without unparsable files."""
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     modules = []
@@ -69,7 +69,7 @@ def standard_library(root: Path | None = None) -> list[Module]:
             tree = _parse(file)
             if tree is not None:
                 name = ".".join(parts).removesuffix(".py").removesuffix(".__init__")
-                modules.append(Module(name, _docstring(tree), tuple(_functions(tree.body, ""))))
+                modules.append(Module(name, _get_docstring(tree), tuple(_iterate_functions(tree.body, ""))))
     return modules
 
 
@@ -82,22 +82,22 @@ def _parse(file: Path) -> ast.Module | None:
         return None
 
 
-def _docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+def _get_docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     return inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
 
 
-def _functions(body: list[ast.stmt], owner: str) -> Iterator[Function]:
+def _iterate_functions(body: list[ast.stmt], owner: str) -> Iterator[Function]:
     for node in body:
         if isinstance(node, ast.ClassDef):
-            yield from _functions(node.body, f"{owner}.{node.name}".lstrip("."))
+            yield from _iterate_functions(node.body, f"{owner}.{node.name}".lstrip("."))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if owner:
                 _remove_receiver(node.args)
-            arguments = _parameters(node.args)
+            arguments = _list_parameters(node.args)
             for argument in arguments:
                 argument.annotation = None
             names = tuple(argument.arg for argument in arguments)
-            yield Function(node.name, owner, ast.unparse(node.args), names, _docstring(node))
+            yield Function(node.name, owner, ast.unparse(node.args), names, _get_docstring(node))
 
 
 def _remove_receiver(arguments: ast.arguments) -> None:
@@ -106,7 +106,7 @@ def _remove_receiver(arguments: ast.arguments) -> None:
         del positional[0]
 
 
-def _parameters(arguments: ast.arguments) -> list[ast.arg]:
+def _list_parameters(arguments: ast.arguments) -> list[ast.arg]:
     """Return the parameters in order, without those of a lambda as a default."""
     variadic = [arguments.vararg] if arguments.vararg else []
     keywords = [arguments.kwarg] if arguments.kwarg else []

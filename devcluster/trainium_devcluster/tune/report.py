@@ -96,7 +96,7 @@ class Evaluation:
         return has_gained and perplexity.after <= _MAX_PERPLEXITY_RATIO * perplexity.before
 
 
-def figure_table(evaluation: Evaluation) -> Table:
+def format_figures(evaluation: Evaluation) -> Table:
     """Return a table of the figures."""
     table = Table(title=f"Before and after, on {evaluation.examples} held-out examples")
     for heading in ("figure", "before", "after"):
@@ -117,13 +117,13 @@ def answer_table(evaluation: Evaluation) -> Table:
         table.add_column(heading, ratio=3 if heading == "question" else 2, overflow="fold")
     for answer in evaluation.answers[:_PRINTED_ANSWERS]:
         table.add_row(
-            _without_headings(answer.prompt),
+            _drop_headings(answer.prompt),
             *(_shorten(text) for text in (answer.expected, answer.before, answer.after)),
         )
     return table
 
 
-def _without_headings(prompt: str) -> str:
+def _drop_headings(prompt: str) -> str:
     """Return a prompt without the headings of the template."""
     return "\n".join(line for line in prompt.splitlines() if line and not line.startswith("###"))
 

@@ -16,8 +16,8 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_devcluster.tune.base import base_model
-from trainium_devcluster.tune.library import standard_library
+from trainium_devcluster.tune.base import open_base_model
+from trainium_devcluster.tune.library import read_standard_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,10 +48,10 @@ def read_documentation(modules: Iterable[Module], topics: Mapping[str, str]) -> 
         yield text
     for module in modules:
         if not is_held_out(module.name):
-            yield "\n\n".join(_help(module))
+            yield "\n\n".join(_iterate_help(module))
 
 
-def _help(module: Module) -> Iterator[str]:
+def _iterate_help(module: Module) -> Iterator[str]:
     """Yield the parts of a module's documentation."""
     yield f"Help on module {module.name}:\n\n{textwrap.indent(module.text, '    ')}".rstrip()
     for function in module.functions:
@@ -68,14 +68,18 @@ class Examples:
     held_out: tuple[dict[str, str], ...]
 
 
-def examples(modules: Sequence[Module]) -> Examples:
+def create_examples(modules: Sequence[Module]) -> Examples:
     """Create questions about public functions with a docstring.
 
     No question appears twice, and no held-out question appears in training, even if functions are alike.
     """
     seen_questions: set[tuple[str, str]] = set()
-    training = list(_distinct_questions((module for module in modules if not is_held_out(module.name)), seen_questions))
-    held_out = list(_distinct_questions((module for module in modules if is_held_out(module.name)), seen_questions))
+    training = list(
+        _iterate_distinct_questions((module for module in modules if not is_held_out(module.name)), seen_questions)
+    )
+    held_out = list(
+        _iterate_distinct_questions((module for module in modules if is_held_out(module.name)), seen_questions)
+    )
     return Examples(
         tuple(sorted(training, key=_shuffle_key)[:_MAX_TRAINING_QUESTIONS]), tuple(sorted(held_out, key=_shuffle_key))
     )
@@ -86,18 +90,20 @@ def _shuffle_key(record: Mapping[str, str]) -> bytes:
     return hashlib.sha256(f"{record['instruction']}\0{record['context']}".encode()).digest()
 
 
-def _distinct_questions(modules: Iterable[Module], seen_questions: set[tuple[str, str]]) -> Iterator[dict[str, str]]:
+def _iterate_distinct_questions(
+    modules: Iterable[Module], seen_questions: set[tuple[str, str]]
+) -> Iterator[dict[str, str]]:
     for module in modules:
         for function in module.functions:
-            for record in _questions(function):
+            for record in _create_questions(function):
                 question = record["instruction"], record["context"]
                 if question not in seen_questions:
                     seen_questions.add(question)
                     yield {**record, "module": module.name}
 
 
-def _questions(function: Function) -> Iterator[dict[str, str]]:
-    text = first_sentence(function.text)
+def _create_questions(function: Function) -> Iterator[dict[str, str]]:
+    text = find_first_sentence(function.text)
     signature = function.signature
     if not function.is_public or len(text) not in _ANSWER_LENGTHS or len(signature) > _MAX_SIGNATURE_LENGTH:
         return
@@ -112,7 +118,7 @@ def _record(kind: str, instruction: str, context: str, response: str) -> dict[st
     return {"kind": kind, "instruction": instruction, "context": context, "response": response}
 
 
-def first_sentence(text: str) -> str:
+def find_first_sentence(text: str) -> str:
     """Return the first sentence of a docstring, on one line."""
     paragraph = " ".join(text.split("\n\n", 1)[0].split())
     match = _SENTENCE.match(paragraph)
@@ -121,19 +127,19 @@ def first_sentence(text: str) -> str:
 
 def prepare(folder: Path, log: Callable[[str], None]) -> None:
     """Write the files that the job mounts to a folder. Raises ClusterError."""
-    modules = standard_library()
-    base = base_model(read_documentation(modules, pydoc_data.topics.topics), log)
+    modules = read_standard_library()
+    base = open_base_model(read_documentation(modules, pydoc_data.topics.topics), log)
     shutil.copytree(base.folder, folder / "base")
-    questions = examples(modules)
+    questions = create_examples(modules)
     _write(folder / "train.jsonl", questions.training)
     _write(folder / "held-out.jsonl", questions.held_out)
-    _write(folder / "pairs.jsonl", itertools.islice(preference_pairs(questions.training), _MAX_TRAINING_PAIRS))
-    _write(folder / "held-out-pairs.jsonl", preference_pairs(questions.held_out))
+    _write(folder / "pairs.jsonl", itertools.islice(create_preference_pairs(questions.training), _MAX_TRAINING_PAIRS))
+    _write(folder / "held-out-pairs.jsonl", create_preference_pairs(questions.held_out))
     origin = "from the cache" if base.cached else f"trained in {base.seconds:.0f} s"
     log(f"base model {origin}; {len(questions.training):,} training questions, {len(questions.held_out):,} held out")
 
 
-def preference_pairs(records: Iterable[Mapping[str, str]]) -> Iterator[dict[str, str]]:
+def create_preference_pairs(records: Iterable[Mapping[str, str]]) -> Iterator[dict[str, str]]:
     """Yield pairs with trl's columns: the correct answer, and that to the previous question of its kind."""
     previous_answers: dict[str, str] = {}
     for record in records:

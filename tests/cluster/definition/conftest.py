@@ -116,9 +116,9 @@ def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
     group = exit_stack_of_group(request.config, DEFINITION)
     cluster = group.enter_context(Cluster.start(nodes=()))
-    connection = Connection(find_access(cluster.variables()["KUBECONFIG"], None, {}), timeout=scaled(60))
+    connection = Connection(find_access(cluster.list_variables()["KUBECONFIG"], None, {}), timeout=scaled(60))
     group.callback(connection.close)
-    return Api(Access("local", cluster.variables(), tmp_path_factory.mktemp("shared")), connection)
+    return Api(Access("local", cluster.list_variables(), tmp_path_factory.mktemp("shared")), connection)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]  # the first run on
 
 def validate(definition: dict[str, Any], folder: Path, check: Program = Program.CHECK_DEFINITION) -> str:
     """Return the refusals, one a line; raises ClusterError if the program cannot be built."""
-    program = ensure_binaries(programs=DEFINITION_PROGRAMS).path(check)
+    program = ensure_binaries(programs=DEFINITION_PROGRAMS).find_path(check)
     file = folder / "definition.json"
     file.write_text(json.dumps(definition))
     done = subprocess.run([program, file], capture_output=True, text=True, check=False, timeout=scaled(120))

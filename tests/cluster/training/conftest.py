@@ -69,8 +69,10 @@ def uninterrupted_run(operator: SharedCluster) -> UninterruptedRun:
     name = "reference"
     make_namespace(operator, name)
     job = Job(operator, name, name).apply()
-    status = job.until_phase("Completed")
-    results = UninterruptedRun(status, job.losses(), job.folder, operator.get("networkpolicies", "-n", name)["items"])
+    status = job.wait_for_phase("Completed")
+    results = UninterruptedRun(
+        status, job.read_losses(), job.folder, operator.get("networkpolicies", "-n", name)["items"]
+    )
     job.delete()
     operator.kubectl("delete", "namespace", name, "--wait=false")
     return results

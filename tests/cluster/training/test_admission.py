@@ -73,7 +73,7 @@ def changed_pods(operator: SharedCluster, namespace: str) -> Iterator[Callable[[
 def worker_images(job: Job) -> set[str]:
     return {
         container["image"]
-        for pod in job.pods()
+        for pod in job.list_pods()
         for container in pod["spec"]["containers"]
         if container["name"] == "worker"
     }
@@ -86,13 +86,13 @@ def test_a_replaced_worker_keeps_its_image_and_sidecar(
     if change != "native":
         changed_pods(change)
     job = new_job(change=f"trainer: {{steps: 100000}}\n{SIDECAR if change == 'native' else ''}")
-    job.until_step(3)
+    job.wait_for_step(3)
     (image,) = worker_images(job)
-    job.cluster.kubectl("delete", "pod", job.members()[0]["podName"], "-n", job.namespace, "--wait=false")
-    job.until_recovered()
+    job.cluster.kubectl("delete", "pod", job.list_members()[0]["podName"], "-n", job.namespace, "--wait=false")
+    job.wait_for_recovery()
     assert worker_images(job) == {image}
-    assert not job.status().get("outdatedPods")
-    assert not [text for text in job.events() if "TemplateChanged" in text]
+    assert not job.read_status().get("outdatedPods")
+    assert not [text for text in job.list_events() if "TemplateChanged" in text]
 
 
 def test_rewritten_images_do_not_make_pods_outdated(
@@ -100,13 +100,13 @@ def test_rewritten_images_do_not_make_pods_outdated(
 ) -> None:
     changed_pods("mirror")
     job = new_job(change="workers: {replicas: 1, spares: 1}\ntrainer: {steps: 100000}")
-    job.until_step(3)
-    job.until("the spare is warm", lambda status: status.get("spares") == 1)
-    uids = job.uids()
-    job.until_step(30)
+    job.wait_for_step(3)
+    job.wait_until("the spare is warm", lambda status: status.get("spares") == 1)
+    uids = job.list_uids()
+    job.wait_for_step(30)
     assert all(image.startswith("mirror.example.com/") for image in worker_images(job))
-    assert job.uids() == uids
-    assert not job.status().get("outdatedPods")
+    assert job.list_uids() == uids
+    assert not job.read_status().get("outdatedPods")
 
 
 def test_limits_and_a_grace_period_that_the_cluster_sets_are_reported_and_followed(
@@ -119,11 +119,11 @@ def test_limits_and_a_grace_period_that_the_cluster_sets_are_reported_and_follow
     operator.kubectl("apply", "-f", "-", stdin=json.dumps(limit_range))
     try:
         job = new_job(change="workers: {replicas: 1}\ntrainer: {steps: 100000}")
-        job.until_step(3)
-        changes = [text for text in job.events() if text.startswith("PodsChanged")]
+        job.wait_for_step(3)
+        changes = [text for text in job.list_events() if text.startswith("PodsChanged")]
         assert any("have 1 s to save when they are stopped" in text for text in changes), changes
         assert any("limits that the job does not set: cpu 200m" in text for text in changes), changes
-        assert [member["graceSeconds"] for member in job.members()] == [1.0]
+        assert [member["graceSeconds"] for member in job.list_members()] == [1.0]
     finally:
         operator.kubectl("delete", "limitrange", "defaults", "-n", namespace)
 
@@ -163,7 +163,7 @@ def test_the_condition_names_the_reason_of_waiting_workers(
     new_job: Callable[..., Job], change: str, sentence: str
 ) -> None:
     job = new_job(change=change)
-    status = job.until(sentence, lambda status: sentence in pods_ready(status))
+    status = job.wait_until(sentence, lambda status: sentence in pods_ready(status))
     assert not status.get("avoidedNodes")
-    refused = [text for text in job.events() if "WriteFailed" in text]
+    refused = [text for text in job.list_events() if "WriteFailed" in text]
     assert len(refused) <= 1

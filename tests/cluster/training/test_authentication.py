@@ -66,7 +66,7 @@ print(json.dumps(answer))
 
 def call(job: Job, change: dict[str, Any], *token: str) -> tuple[int, dict[str, Any]]:
     """Register and send a heartbeat from a worker pod with its token or another; return the first refusal."""
-    pod = job.members()[0]["podName"]
+    pod = job.list_members()[0]["podName"]
     status, body = json.loads(job.exec_in_pod(pod, "python", "-c", CALL, str(scaled(10)), json.dumps(change), *token))
     return status, body
 
@@ -75,9 +75,9 @@ def call(job: Job, change: dict[str, Any], *token: str) -> tuple[int, dict[str, 
 def test_a_token_of_another_job_or_audience_is_refused(new_job: Callable[..., Job]) -> None:
     change = "workers: {replicas: 1}\ntrainer: {steps: 5000}"
     mine, other = new_job("mine", change), new_job("other", change)
-    mine.until_step(1)
-    other.until_step(1)
-    member = other.members()[0]
+    mine.wait_for_step(1)
+    other.wait_for_step(1)
+    member = other.list_members()[0]
     theirs = {"job": "other", "podName": member["podName"], "podUid": member["podUid"]}
     beat = {"generation": 1, **theirs}
 

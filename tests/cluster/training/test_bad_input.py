@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 def verdict_of(job: Job) -> str:
     """Return the verdict of a job that must fail without a suspected node."""
-    status = job.until_phase("Failed")
+    status = job.wait_for_phase("Failed")
     assert not status.get("avoidedNodes"), "no node is to blame"
     assert status["restarts"]["total"] <= 2
     failed = next(condition for condition in status["conditions"] if condition["type"] == "Failed")

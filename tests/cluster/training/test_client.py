@@ -82,16 +82,16 @@ def node_renamed(cluster: SharedCluster, node: str) -> Iterator[str]:
 @pytest.mark.long
 def test_every_command_shows_a_fault(new_job: Callable[..., Job], trn: Trn, tmp_path: Path) -> None:
     job = new_job(change=LONG)
-    job.until_step(3)
-    lost = job.members()[1]["podName"]
+    job.wait_for_step(3)
+    lost = job.list_members()[1]["podName"]
     with (
         in_background(job, "logs", "--rank", "1", "--follow", to=tmp_path / "followed") as followed,
         in_background(job, "watch", to=tmp_path / "watched") as watched,
     ):
         until(lambda: "start-up" in followed() and ", 0 interruptions" in watched(), lambda: followed() + watched())
         job.cluster.kubectl("delete", "pod", lost, "-n", job.namespace, "--wait=false")
-        job.until_recovered()
-        new = job.members()[1]["podName"]
+        job.wait_for_recovery()
+        new = job.list_members()[1]["podName"]
         until(lambda: f"rank 1 is now in {new}" in followed(), followed)
         until(lambda: followed().rpartition("is now in")[2].count("start-up"), followed)
         until(lambda: re.search(r"  Running, step \d+/5000, .* 1 interruption$", watched(), re.MULTILINE), watched)
@@ -113,7 +113,7 @@ def test_every_command_shows_a_fault(new_job: Callable[..., Job], trn: Trn, tmp_
     stacks = trn(job, "stacks")
     assert {row["rank"] for row in stacks} == {0, 1}
     assert all("trainium_trainer" in row["stack"] for row in stacks)
-    job.until("a durable checkpoint", lambda status: status["checkpoint"].get("durableStep", 0) > 0)
+    job.wait_until("a durable checkpoint", lambda status: status["checkpoint"].get("durableStep", 0) > 0)
     stored = trn(job, "checkpoints")["storage"]
     assert "committed" in {row["state"] for row in stored}
 
@@ -121,7 +121,7 @@ def test_every_command_shows_a_fault(new_job: Callable[..., Job], trn: Trn, tmp_
 @pytest.mark.long
 def test_a_running_job_is_shown_simulated_and_changed(new_job: Callable[..., Job], trn: Trn, tmp_path: Path) -> None:
     job = new_job(change=LONG)
-    job.until_step(3)
+    job.wait_for_step(3)
 
     page = tmp_path / "page.html"
     trn(job, "report", "--output", str(page), as_json=False)
@@ -132,7 +132,7 @@ def test_a_running_job_is_shown_simulated_and_changed(new_job: Callable[..., Job
     with tarfile.open(archive) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
     assert names == set(bundle["files"])
-    assert {f"logs/{pod['metadata']['name']}.log" for pod in job.pods()} <= names
+    assert {f"logs/{pod['metadata']['name']}.log" for pod in job.list_pods()} <= names
     assert any(name.startswith("operator/logs/") for name in names)
 
     with in_background(job, "ui", "--no-browser", "--port", "0", to=tmp_path / "ui") as output:
@@ -143,12 +143,12 @@ def test_a_running_job_is_shown_simulated_and_changed(new_job: Callable[..., Job
     assert json.loads(trn(job, "simulate", "--days", "1", "--seeds", "1", "--output", "json", as_json=False))
 
     assert trn(job, "scale", "1")["nodes"] == 1
-    job.until("one worker trains", lambda status: status["replicas"] == 1 and status["phase"] == "Running")
+    job.wait_until("one worker trains", lambda status: status["replicas"] == 1 and status["phase"] == "Running")
     until(lambda: {row["nodes"] for row in trn(job, "scaling")} == {1, 2}, lambda: str(trn(job, "scaling")))
     trn(job, "suspend", as_json=False)
-    job.until_phase("Suspended")
+    job.wait_for_phase("Suspended")
     assert trn(job, "resume")["changed"]
-    job.until_phase("Running")
+    job.wait_for_phase("Running")
 
 
 @pytest.mark.long
@@ -157,8 +157,8 @@ def test_a_quarantined_machine_is_listed_and_released(new_job: Callable[..., Job
     if job.cluster.devcluster is None:
         pytest.skip("conditions are set by the development cluster's nodes")
     faults = job.cluster.devcluster.faults
-    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 3)
-    node = job.members()[0]["nodeName"]
+    job.wait_until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 3)
+    node = job.list_members()[0]["nodeName"]
 
     def find_machines_of_node() -> list[dict[str, Any]]:
         return [machine for machine in trn(None, "nodes") if machine["node"] == node]
@@ -170,10 +170,10 @@ def test_a_quarantined_machine_is_listed_and_released(new_job: Callable[..., Job
 
     faults.set_condition(node, "NeuronHealth", "True", "NeuronHasError_HBM_UNCORRECTABLE_ERROR")
     try:
-        entry = job.until_recovered()
+        entry = job.wait_for_recovery()
         assert (entry["cause"], entry["response"], entry["node"]) == ("Device", "Spare", node)
         assert entry["stepsLost"] == 0, "the node still answers, so all save before the rank moves"
-        assert node not in {member["nodeName"] for member in job.members()}
+        assert node not in {member["nodeName"] for member in job.list_members()}
         until(is_attributed, lambda: str(trn(None, "nodes")))
     finally:
         faults.clear_condition(node, "NeuronHealth")
@@ -196,16 +196,16 @@ def test_a_quarantined_machine_is_listed_and_released(new_job: Callable[..., Job
 def test_a_failed_job_is_explained_and_retried(new_job: Callable[..., Job], trn: Trn, tmp_path: Path) -> None:
     change = "workers: {replicas: 1}\ntrainer: {steps: 6, data: {source: /nowhere.parquet}}"
     job = new_job("broken", change)
-    job.until_phase("Failed")
-    uid = job.object()["metadata"]["uid"]
+    job.wait_for_phase("Failed")
+    uid = job.read_object()["metadata"]["uid"]
 
     report = trn(job, "why")
     assert report["entry"]["cause"] == "UserError"
     assert "/nowhere.parquet" in report["entry"]["message"]
     assert "/nowhere.parquet" in trn(job, "status", as_json=False)
 
-    until(lambda: [pod["status"]["phase"] for pod in job.pods()] == ["Failed"], lambda: str(job.pods()))
-    log = job.cluster.kubectl("logs", job.pods()[0]["metadata"]["name"], "-n", job.namespace)
+    until(lambda: [pod["status"]["phase"] for pod in job.list_pods()] == ["Failed"], lambda: str(job.list_pods()))
+    log = job.cluster.kubectl("logs", job.list_pods()[0]["metadata"]["name"], "-n", job.namespace)
     assert "/nowhere.parquet: there is no such file or folder" in log, "it is kept"
     assert any("/nowhere.parquet" in line for line in trn(job, "logs", "--rank", "0", as_json=False).splitlines())
 
@@ -213,25 +213,25 @@ def test_a_failed_job_is_explained_and_retried(new_job: Callable[..., Job], trn:
     file = tmp_path / "fixed.yaml"
     file.write_text(json.dumps(job.manifest))
     trn(job, "retry", "-f", str(file), as_json=False)
-    assert job.object()["metadata"]["uid"] != uid
-    assert "/elsewhere.parquet" in job.until_phase("Failed")["verdict"]
+    assert job.read_object()["metadata"]["uid"] != uid
+    assert "/elsewhere.parquet" in job.wait_for_phase("Failed")["verdict"]
     assert trn(job, "status")["changes"] == []
 
     job.change = "workers: {replicas: 1}\ntrainer: {steps: 6}"
-    generation = job.apply().object()["metadata"]["generation"]
-    job.until("the change is seen", lambda status: status["observedGeneration"] == generation)
-    assert job.status()["phase"] == "Failed", "nothing starts before it is asked for"
+    generation = job.apply().read_object()["metadata"]["generation"]
+    job.wait_until("the change is seen", lambda status: status["observedGeneration"] == generation)
+    assert job.read_status()["phase"] == "Failed", "nothing starts before it is asked for"
     output = " ".join(trn(job, "status", as_json=False).split())
     assert 'Changed since the failure: trainer.data.source (was "/elsewhere.parquet", is' in output
     assert trn(job, "why")["entry"]["rank"] == 0
     trn(job, "retry", as_json=False)
-    assert job.until_phase("Completed")["progress"]["step"] == 6
+    assert job.wait_for_phase("Completed")["progress"]["step"] == 6
 
 
 @pytest.mark.long
 def test_steps_of_two_ranks_are_profiled_together(new_job: Callable[..., Job], trn: Trn, tmp_path: Path) -> None:
     job = new_job(change="workers: {replicas: 2}\ntrainer: {steps: 100000}")
-    job.until_step(3)
+    job.wait_for_step(3)
     file = tmp_path / "trace.json.gz"
     recorded = trn(job, "profile", "--steps", "2", "--file", str(file))
     assert {row["rank"] for row in recorded} == {0, 1}
@@ -253,5 +253,5 @@ def test_steps_of_two_ranks_are_profiled_together(new_job: Callable[..., Job], t
     assert max(begins.values()) - min(begins.values()) < 10e6, "on one clock"
     text = trn(job, "profile", "--steps", "1", "--ranks", "1", "--file", str(file), as_json=False)
     assert "MILLISECONDS OF A STEP, BY PART" in text
-    assert job.status()["membership"]["generation"] == 1
-    assert not job.history(), "nothing was restarted"
+    assert job.read_status()["membership"]["generation"] == 1
+    assert not job.read_history(), "nothing was restarted"

@@ -54,17 +54,17 @@ def test_an_eviction_is_refused_while_the_durable_checkpoint_is_old(
     new_job: Callable[..., Job],
 ) -> None:
     job = new_job(change=AT_RISK)
-    job.until_step(5)
-    status = job.until("a refusal in status", lambda status: disruption(status)["status"] == "False")
+    job.wait_for_step(5)
+    status = job.wait_until("a refusal in status", lambda status: disruption(status)["status"] == "False")
     assert "maxDurableAgeSeconds (1)" in disruption(status)["message"]
     until_budget(job, 0)
-    victim, before = job.members()[1]["podName"], job.uids()
+    victim, before = job.list_members()[1]["podName"], job.list_uids()
 
     refused = evict(job, victim)
 
     assert refused.returncode != 0
     assert "disruption budget" in refused.stderr
-    assert job.uids() == before
+    assert job.list_uids() == before
 
     allowed = {"spec": {"recovery": {"disruption": {"maxDurableAgeSeconds": 3600}}}}
     job.cluster.kubectl(
@@ -74,25 +74,25 @@ def test_an_eviction_is_refused_while_the_durable_checkpoint_is_old(
     let_through = evict(job, victim)
 
     assert let_through.returncode == 0, let_through.stderr
-    entry = job.until_recovered()
+    entry = job.wait_for_recovery()
     assert (entry["cause"], entry["stepsLost"]) == ("Preempted", 0)
-    assert job.status().get("failures") in (None, []), "an eviction counts as no failure"
+    assert job.read_status().get("failures") in (None, []), "an eviction counts as no failure"
 
 
 @pytest.mark.long
 def test_a_drained_node_loses_no_step(new_job: Callable[..., Job]) -> None:
     job = new_job(change="trainer: {steps: 100000}\nworkers: {spares: 1}")
-    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
+    job.wait_until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
     until_budget(job, 1)
-    node = job.members()[1]["nodeName"]
+    node = job.list_members()[1]["nodeName"]
     with job.cluster.cordon_nodes(node):
         job.cluster.kubectl(
             "drain", node, f"--pod-selector=trainium.dev/job-name={job.name}", "--delete-emptydir-data",
             "--ignore-daemonsets", "--force", f"--timeout={scaled(60):.0f}s",
         )  # fmt: skip
-        entry = job.until_recovered()
+        entry = job.wait_for_recovery()
         assert (entry["response"], entry["cause"], entry["stepsLost"]) == ("Spare", "Preempted", 0)
-        assert node not in {member["nodeName"] for member in job.members()}
+        assert node not in {member["nodeName"] for member in job.list_members()}
 
 
 @pytest.mark.long
@@ -100,9 +100,9 @@ def test_a_finished_job_is_deleted_after_its_ttl(new_job: Callable[..., Job]) ->
     job = new_job(
         change="trainer: {steps: 20}\nttlSecondsAfterFinished: 5\ncleanPodPolicy: None\nworkers: {replicas: 1}"
     )
-    job.until_phase("Completed")
+    job.wait_for_phase("Completed")
 
     def has_ended() -> bool:
-        return not job.cluster.get("trainingjobs", "-n", job.namespace)["items"] and not job.pods()
+        return not job.cluster.get("trainingjobs", "-n", job.namespace)["items"] and not job.list_pods()
 
     until(has_ended, "the job is deleted after its ttlSecondsAfterFinished", 40)

@@ -83,7 +83,7 @@ class ElasticJob(ProgramJob):
 
     def kill_process(self, node_rank: int) -> None:
         """Send SIGKILL to the newest process of a member, which names its ledger by its process ID."""
-        pod: str = self.members()[node_rank]["podName"]
+        pod: str = self.list_members()[node_rank]["podName"]
         newest = max(self.folder.glob(f"ledger-{pod}-*"), key=lambda path: path.stat().st_mtime)
         self.exec_in_pod(pod, "sh", "-c", f"kill -9 {newest.name.rpartition('-')[2]}")
 
@@ -109,27 +109,27 @@ class ElasticJob(ProgramJob):
 def test_an_elastic_trainer_keeps_its_samples_and_its_curve(operator: SharedCluster, namespace: str) -> None:
     undisturbed = ElasticJob(operator, namespace, "undisturbed", "{workers: {spares: 0}, program: {}}")
     undisturbed.apply()
-    undisturbed.until_phase("Completed", seconds=scaled(180))
+    undisturbed.wait_for_phase("Completed", seconds=scaled(180))
     undisturbed.delete()
 
     job = ElasticJob(operator, namespace, "elastic", "{workers: {spares: 1}, program: {}}")
     job.apply()
-    job.until("steps and a spare", lambda status: step_of(status) >= 10 and status.get("spares") == 1)
+    job.wait_until("steps and a spare", lambda status: step_of(status) >= 10 and status.get("spares") == 1)
     job.kill_process(1)
-    job.until_recovered()
-    lost = job.members()[1]
+    job.wait_for_recovery()
+    lost = job.list_members()[1]
     operator.power_off(lost["nodeName"])
     try:
-        job.until_recovered(2)
+        job.wait_for_recovery(2)
         second_epoch = STEPS // EPOCHS + 5
-        job.until("the second epoch", lambda status: step_of(status) >= second_epoch, seconds=scaled(180))
+        job.wait_until("the second epoch", lambda status: step_of(status) >= second_epoch, seconds=scaled(180))
         job.scale(1)
-        status = job.until("one node", lambda status: status["membership"]["size"] == 1)
+        status = job.wait_until("one node", lambda status: status["membership"]["size"] == 1)
         resized = step_of(status)
-        job.until("steps on one node", lambda status: step_of(status) >= resized + 5, seconds=scaled(120))
+        job.wait_until("steps on one node", lambda status: step_of(status) >= resized + 5, seconds=scaled(120))
         job.scale(2)
-        job.until("two nodes", lambda status: status["membership"]["size"] == 2, seconds=scaled(120))
-        status = job.until_phase("Completed", seconds=scaled(180))
+        job.wait_until("two nodes", lambda status: status["membership"]["size"] == 2, seconds=scaled(120))
+        status = job.wait_for_phase("Completed", seconds=scaled(180))
     finally:
         operator.power_on(lost["nodeName"])
 
@@ -156,10 +156,10 @@ def test_an_unchanged_script_of_transformers_has_steps_and_hang_detection(
 ) -> None:
     job = UnchangedJob(operator, namespace, "unchanged", "{workers: {spares: 0}, program: {}}")
     job.apply()
-    status = job.until("steps", lambda status: step_of(status) >= 10, seconds=scaled(180))
+    status = job.wait_until("steps", lambda status: step_of(status) >= 10, seconds=scaled(180))
     assert status["hangDetection"] == "Steps"
     assert status["progress"]["totalSteps"] == STEPS
-    job.until("a loss", lambda status: status["progress"].get("loss"), seconds=scaled(60))
+    job.wait_until("a loss", lambda status: status["progress"].get("loss"), seconds=scaled(60))
     client = [sys.executable, "-m", "trainium_client.commands.main", "checkpoints", job.name, "-n", namespace]
     newest = json.loads(operator.check_output(*client, "-o", "json"))["storage"][0]
     assert (newest["name"], newest["state"]) == (f"checkpoint-{newest['step']}", "committed")

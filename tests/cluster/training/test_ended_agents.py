@@ -53,14 +53,14 @@ def terminate(job: Job, *pods: str, seconds_apart: float = 0.0) -> None:
 
 
 def members(job: Job) -> list[str]:
-    return [member["podName"] for member in job.members()]
+    return [member["podName"] for member in job.list_members()]
 
 
 def until_new_steps(job: Job, entries: int) -> dict[str, Any]:
     """Return the status once the job has recovered and made steps."""
-    job.until_recovered(entries, 180)
-    reached = step_of(job.status())
-    return job.until("new steps", lambda status: step_of(status) > reached + 2 or step_of(status) == STEPS, 120)
+    job.wait_for_recovery(entries, 180)
+    reached = step_of(job.read_status())
+    return job.wait_until("new steps", lambda status: step_of(status) > reached + 2 or step_of(status) == STEPS, 120)
 
 
 @pytest.mark.parametrize("ending", ["no handler", "0", "75", "ignores"])
@@ -76,7 +76,7 @@ def test_a_program_trains_on_after_its_agents_were_asked_to_end(
     change = {"workers": {"spares": 1}, "program": program, "recovery": {"gracePeriodSeconds": 2}}
     job.change = json.dumps(change)
     job.apply()
-    job.until("steps and a spare", lambda status: step_of(status) >= 10 and status.get("spares") == 1)
+    job.wait_until("steps and a spare", lambda status: step_of(status) >= 10 and status.get("spares") == 1)
 
     terminate(job, members(job)[1])
     status = until_new_steps(job, 1)
@@ -87,7 +87,7 @@ def test_a_program_trains_on_after_its_agents_were_asked_to_end(
     terminate(job, *members(job), seconds_apart=1.6)
     until_new_steps(job, entries + 1)
 
-    status = job.until_phase("Completed", seconds=240)
+    status = job.wait_for_phase("Completed", seconds=240)
     assert status["progress"]["step"] == STEPS
     assert {entry["cause"] for entry in status["history"]} <= {"PodLost", "PeerLost", "Crash"}
     assert status["goodput"]["lostSeconds"].get("PodLost", 0) > 0, "the time without training is the interruption's"
@@ -99,11 +99,11 @@ def test_a_trainer_trains_on_after_its_agents_were_asked_to_end_while_it_loads(
 ) -> None:
     job = new_job(change="workers: {spares: 1}\nrecovery: {gracePeriodSeconds: 1}")
     # A stopped rank answers no signal, as one that compiles for longer than the grace period.
-    published = job.wait_for("a membership", job.members, 60)
+    published = job.wait_for("a membership", job.list_members, 60)
     pods = [job.kill_rank(rank, "STOP") for rank, _ in enumerate(published)]
     terminate(job, *(pods if all_at_once else pods[:1]))
-    job.until_recovered(1, 180)
-    status = job.until_phase("Completed", seconds=240)
+    job.wait_for_recovery(1, 180)
+    status = job.wait_for_phase("Completed", seconds=240)
     assert status["progress"]["step"] == 60
     assert status["history"][0]["cause"] == "PodLost"
 
@@ -124,17 +124,17 @@ def test_a_job_that_ends_without_an_operator_shows_its_final_figures(
     operator: SharedCluster, new_job: Callable[..., Job]
 ) -> None:
     job = new_job()
-    job.until_step(10)
+    job.wait_for_step(10)
     with without_operator(operator):
         job.kill_rank(0)
         until(
-            lambda: all(pod["status"]["phase"] == "Succeeded" for pod in job.pods()),
+            lambda: all(pod["status"]["phase"] == "Succeeded" for pod in job.list_pods()),
             lambda: f"the pods end: {job.describe()}",
             180,
         )
-        before = job.status()
+        before = job.read_status()
         assert before["phase"] == "Running"
-    status = job.until_phase("Completed", seconds=180)
+    status = job.wait_for_phase("Completed", seconds=180)
     assert status["progress"]["step"] == 60
     assert status["checkpoint"]["durableStep"] == 60
     assert [(entry["response"], entry["cause"]) for entry in status["history"]] == [("InPlace", "Crash")]
@@ -158,9 +158,9 @@ def test_a_job_that_fails_without_an_operator_shows_its_final_figures(
     rules = [{"exitCodes": [1], "cause": "UserError", "action": "Stop"}]
     job.change = json.dumps({"program": program, "recovery": {"gracePeriodSeconds": 2, "rules": rules}})
     job.apply()
-    job.until("steps", lambda status: step_of(status) >= 10)
+    job.wait_until("steps", lambda status: step_of(status) >= 10)
     with without_operator(operator):
-        before = job.status()
+        before = job.read_status()
         failing_pod = members(job)[1]
         time.sleep(3)
         job.exec_in_pod(failing_pod, "touch", f"{folder}/end")
@@ -168,9 +168,9 @@ def test_a_job_that_fails_without_an_operator_shows_its_final_figures(
         until(lambda: "the data is exhausted" in read_log(), "the program fails", 120)
         if pods == "have ended":  # as by themselves five minutes later
             terminate(job, *members(job))
-            until(lambda: all(pod["status"]["phase"] == "Failed" for pod in job.pods()), "the pods end", 120)
-        assert job.status() == before
-    status = job.until_phase("Failed", seconds=120)
+            until(lambda: all(pod["status"]["phase"] == "Failed" for pod in job.list_pods()), "the pods end", 120)
+        assert job.read_status() == before
+    status = job.wait_for_phase("Failed", seconds=120)
     assert "the data is exhausted" in status["verdict"]
     assert step_of(status) > step_of(before) + 5
     assert status["checkpoint"]["durableStep"] > before["checkpoint"].get("durableStep", -1)

@@ -119,12 +119,12 @@ def test_an_imported_job_of_mingpt_trains_and_resumes_after_a_killed_process(
     operator.kubectl("apply", "-n", namespace, "-f", "-", stdin=json.dumps(source))
     job = ImportedJob(operator, namespace, "mingpt")
     job.apply()
-    job.until("a snapshot", lambda status: (status.get("progress") or {}).get("step", 0) > 2 * STEPS, seconds=180)
-    pod = job.members()[1]["podName"]
+    job.wait_until("a snapshot", lambda status: (status.get("progress") or {}).get("step", 0) > 2 * STEPS, seconds=180)
+    pod = job.list_members()[1]["podName"]
     job.exec_in_pod(pod, "sh", "-c", "kill -9 $(cat /data/snapshot.pt.rank-1)")
-    entry = job.until_recovered(seconds=180)
+    entry = job.wait_for_recovery(seconds=180)
     assert (entry["response"], entry["cause"], entry["pod"]) == ("InPlace", "Crash", pod)
-    status = job.until_phase("Completed", seconds=240)
+    status = job.wait_for_phase("Completed", seconds=240)
     assert status["progress"]["step"] == EPOCHS * STEPS
     assert [entry["cause"] for entry in status["history"]] == ["Crash"]
     snapshot = torch.load(job.folder / "snapshot.pt")

@@ -34,8 +34,8 @@ def test_operator_agents_and_ranks_log_in_one_schema(
     new_job: Callable[..., Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = new_job(change="workers: {replicas: 2}\ntrainer: {steps: 30}", environment={ENV_LOG_FORMAT: "json"})
-    job.until_phase("Completed")
-    pods = [pod["metadata"]["name"] for pod in job.pods()]
+    job.wait_for_phase("Completed")
+    pods = [pod["metadata"]["name"] for pod in job.list_pods()]
     workers = [read(job.cluster.kubectl("logs", pod, "-n", job.namespace)) for pod in pods]
 
     assert {line.source for lines in workers for line in lines} >= {LogSource.AGENT, LogSource.TRAINER}

@@ -61,7 +61,7 @@ def write_task(folder: Path) -> None:
 
 
 def side_pods(job: Job) -> list[dict[str, Any]]:
-    return [pod for pod in job.pods() if pod["metadata"]["labels"]["trainium.dev/role"] == ROLE_EVALUATION]
+    return [pod for pod in job.list_pods() if pod["metadata"]["labels"]["trainium.dev/role"] == ROLE_EVALUATION]
 
 
 def test_models_of_milestones_are_evaluated_during_training(
@@ -77,11 +77,11 @@ def test_models_of_milestones_are_evaluated_during_training(
 
     until(runs, lambda: f"a pod measures the first milestone: {job.describe()}", 180)
     (pod,) = found
-    assert job.status()["phase"] in ("Running", "Completed")
+    assert job.read_status()["phase"] in ("Running", "Completed")
     assert pod["spec"]["priority"] < 0
     job.cluster.kubectl("delete", "pod", pod["metadata"]["name"], "-n", job.namespace, "--wait=false")
 
-    status = job.until(
+    status = job.wait_until(
         "all milestones are measured",
         lambda status: (
             status.get("phase") == "Completed"
@@ -109,7 +109,7 @@ def test_models_of_milestones_are_evaluated_during_training(
     assert perplexities[-1] < perplexities[0], "the model learns"
     if HARNESS:
         assert first["tiny_choice acc"]["standardError"] > 0
-    assert sum(event.startswith("Evaluated: The model of step") for event in job.events()) == len(steps)
+    assert sum(event.startswith("Evaluated: The model of step") for event in job.list_events()) == len(steps)
 
     capsys.readouterr()
     for name, value in job.cluster.variables.items():

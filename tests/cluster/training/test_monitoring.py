@@ -106,14 +106,14 @@ def test_panels_and_alerts_show_faults_of_jobs(
     prometheus: Prometheus, new_job: Callable[..., Job], namespace: str
 ) -> None:
     job = new_job("tended", "trainer: {steps: 5000}\nworkers: {replicas: 2, spares: 1}")
-    job.until_step(3)
+    job.wait_for_step(3)
     own = f'job_namespace="{namespace}", job_name="tended"'
     prometheus.until(f'trainingjob_operator_job_phase{{{own}, phase="Running"}}')
     prometheus.until(f"trainingjob_operator_job_step{{{own}}} > 3")
     prometheus.until('sum(trainingjob_operator_workers{state="spare_ready"}) == 1')
     calm = prometheus.firing_alerts(namespace)
     job.kill_rank(0)
-    job.until_recovered()
+    job.wait_for_recovery()
     prometheus.until(f'trainingjob_operator_job_interruptions_total{{{own}, cause="Crash"}} == 1')
     # A rate takes two scrapes, and a job that recovers has no loss until its next step.
     for title, query in panels(namespace, "tended"):
@@ -121,7 +121,7 @@ def test_panels_and_alerts_show_faults_of_jobs(
             prometheus.until(query)
 
     hopeless = new_job("hopeless", "trainer: {data: {source: /nowhere/corpus.txt}}")
-    hopeless.until_phase("Failed")
+    hopeless.wait_for_phase("Failed")
     stalled = f'ALERTS{{alertstate="firing", alertname="TrainiumNamedJobStalled", job_namespace="{namespace}"}}'
     failed = prometheus.until(stalled)
     prometheus.until('ALERTS{alertstate="firing", alertname="TrainiumJobFailed"}')

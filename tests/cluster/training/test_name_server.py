@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.suite.timeouts import until
-from trainium_devcluster.jobs.metrics import every_sample_once
+from trainium_devcluster.jobs.metrics import has_every_sample_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,18 +87,18 @@ def test_recovery_does_not_wait_for_a_silent_name_server(
     new_job: Callable[..., Job], reference: dict[int, float], name_server: NameServer, operator: SharedCluster
 ) -> None:
     job = new_job(change=name_server_spec(operator.shared, operator.shared / "cache"))
-    job.until_step(10)
+    job.wait_for_step(10)
     job.kill_rank(1)
 
-    entry = job.until_recovered()
+    entry = job.wait_for_recovery()
 
     assert (entry["response"], entry["podsReplaced"]) == ("InPlace", 0)
     assert name_server.reverse_queries() == []
     # The name server would record a query.
-    pod = job.members()[0]["podName"]
+    pod = job.list_members()[0]["podName"]
     lookup_command = ("env", "RES_OPTIONS=timeout:1 attempts:1", "python3", "-c", REVERSE_LOOKUP)
     job.cluster.run("kubectl", "exec", pod, "-n", job.namespace, "--", *lookup_command)
     until(name_server.reverse_queries, "the query of a process in a worker arrives")
-    job.until_phase("Completed")
-    assert job.losses() == reference
-    assert every_sample_once(job.folder, 60, 12)
+    job.wait_for_phase("Completed")
+    assert job.read_losses() == reference
+    assert has_every_sample_once(job.folder, 60, 12)

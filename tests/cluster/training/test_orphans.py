@@ -23,9 +23,9 @@ def find_owners(job: Job, kind: str, name: str) -> list[str]:
 
 def test_a_job_takes_over_what_an_earlier_one_of_its_name_left_and_names_its_pods(new_job: Callable[..., Job]) -> None:
     job = new_job(change="trainer: {steps: 100000}")
-    job.until_step(3)
-    job.until("the budget is there", lambda _: find_owners(job, *LEFT[2]))
-    old = [member["podName"] for member in job.members()]
+    job.wait_for_step(3)
+    job.wait_until("the budget is there", lambda _: find_owners(job, *LEFT[2]))
+    old = [member["podName"] for member in job.list_members()]
     job.cluster.kubectl("delete", "trn", job.name, "-n", job.namespace, "--cascade=orphan")
     assert not any(find_owners(job, *left) for left in LEFT), "the garbage collector has removed the owners"
     job.apply()
@@ -34,10 +34,10 @@ def test_a_job_takes_over_what_an_earlier_one_of_its_name_left_and_names_its_pod
         messages = {condition["type"]: condition["message"] for condition in status.get("conditions", ())}
         return all(f"pod {name} is not a worker of this job" in messages.get("Reconciled", "") for name in old)
 
-    job.until("the pods are named", names_pods)
+    job.wait_until("the pods are named", names_pods)
     uid = job.cluster.get("trn", job.name, "-n", job.namespace)["metadata"]["uid"]
     for left in LEFT:
-        job.until(f"{left} is the new job's", lambda _, left=left: find_owners(job, *left) == [uid])
-    assert [text for text in job.events() if "job-membership was left by an earlier job of this name" in text]
+        job.wait_until(f"{left} is the new job's", lambda _, left=left: find_owners(job, *left) == [uid])
+    assert [text for text in job.list_events() if "job-membership was left by an earlier job of this name" in text]
     job.cluster.kubectl("delete", "pod", *old, "-n", job.namespace, "--wait=false")
-    job.until_phase("Running")
+    job.wait_for_phase("Running")

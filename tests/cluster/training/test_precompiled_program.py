@@ -70,17 +70,17 @@ def test_a_size_is_compiled_once_ahead_and_another_one_in_its_first_step(
     change = {"workers": {"minReplicas": 1}, "recovery": {"rescaleAfterSeconds": 120}, "program": {}}
     job = CompiledJob(operator, namespace, "program", json.dumps(change))
     job.apply()
-    status = job.until("steps", lambda status: (status.get("progress") or {}).get("step", 0) >= 5, seconds=180)
+    status = job.wait_until("steps", lambda status: (status.get("progress") or {}).get("step", 0) >= 5, seconds=180)
     assert (job.folder / "compiled-ahead").read_text().split() == ["2"], "the second node fetched what the first made"
     assert not (job.folder / "compiled-in-a-step-2").exists(), "all ranks found the graphs"
     assert not status.get("history")
 
     job.scale(1)
-    entry = job.until_recovered(1, seconds=180)
+    entry = job.wait_for_recovery(1, seconds=180)
 
     assert (job.folder / "compiled-in-a-step-1").exists()
     assert (entry["cause"], entry["response"]) == ("Resize", "Resize"), entry
     assert entry["stages"]["compile"] >= COMPILE_SECONDS * 0.75, entry
     assert entry["stages"]["compile"] <= entry["recoveredSeconds"], entry
-    lost = job.status()["goodput"]["lostByStage"]
+    lost = job.read_status()["goodput"]["lostByStage"]
     assert lost["Compile"] >= COMPILE_SECONDS * 0.75, lost

@@ -55,7 +55,7 @@ class ProgramJob(Job):
 
     def kill_program(self, node_rank: int) -> str:
         """Send SIGKILL to the script of a member; return its pod."""
-        pod: str = self.members()[node_rank]["podName"]
+        pod: str = self.list_members()[node_rank]["podName"]
         (pid,) = self.exec_in_pod(pod, "sh", "-c", FIND).split()
         self.exec_in_pod(pod, "sh", "-c", f"kill -9 {pid}")
         return pod
@@ -88,7 +88,7 @@ def step_of(status: dict[str, Any]) -> int:
 
 def test_a_program_completes_after_a_killed_process_and_a_lost_node(operator: SharedCluster, namespace: str) -> None:
     job = apply_program_job(operator, namespace, "{workers: {spares: 1}, program: {}}")
-    status = job.until("steps and a spare", lambda status: step_of(status) >= 5 and status.get("spares") == 1)
+    status = job.wait_until("steps and a spare", lambda status: step_of(status) >= 5 and status.get("spares") == 1)
     assert status["hangDetection"] == "Steps"
     plugin = [sys.executable, "-m", "trainium_client.commands.main", "ranks", job.name, "-n", namespace, "-o", "json"]
 
@@ -96,21 +96,21 @@ def test_a_program_completes_after_a_killed_process_and_a_lost_node(operator: Sh
         return {row["rank"] for row in json.loads(operator.check_output(*plugin)) if row["step"] > 0}
 
     until(lambda: ranks_with_steps() == {0, 1}, "each rank reports its own steps", pause=0.5)
-    before = job.uids()
+    before = job.list_uids()
 
     pod = job.kill_program(1)
-    entry = job.until_recovered()
+    entry = job.wait_for_recovery()
 
     assert (entry["response"], entry["cause"], entry["pod"]) == ("InPlace", "Crash", pod)
-    assert job.uids() == before
-    lost = job.members()[1]
+    assert job.list_uids() == before
+    lost = job.list_members()[1]
     operator.power_off(lost["nodeName"])
     try:
-        entry = job.until_recovered(2)
+        entry = job.wait_for_recovery(2)
         # Nothing of the script waits for its peers, so the loss is known by the node alone, by then with another pod.
         assert entry["response"] in {"Spare", "Replace"}, entry
         assert entry["node"] == lost["nodeName"]
-        status = job.until_phase("Completed", seconds=180)
+        status = job.wait_for_phase("Completed", seconds=180)
     finally:
         operator.power_on(lost["nodeName"])
 
@@ -129,11 +129,13 @@ def test_steps_that_a_program_makes_after_an_ignored_suspension_are_counted_as_l
     program = {"command": ["sh", "-c", f"trap '' TERM; {SCRIPT}", "count", folder]}
     job.change = json.dumps({"program": program, "recovery": {"gracePeriodSeconds": 6}})
     job.apply()
-    job.until("steps", lambda status: step_of(status) >= 3)
+    job.wait_until("steps", lambda status: step_of(status) >= 3)
     job.suspend()
-    job.until_phase("Suspended")
+    job.wait_for_phase("Suspended")
     job.suspend(yes=False)
-    status = job.until("steps after it", lambda status: status["history"][-1].get("stepsLost") is not None, seconds=120)
+    status = job.wait_until(
+        "steps after it", lambda status: status["history"][-1].get("stepsLost") is not None, seconds=120
+    )
     (entry,) = status["history"]
     assert (entry["response"], entry["resumeStep"]) == ("Suspend", entry["stepBefore"] // 10 * 10), entry
     assert entry["stepsLost"] == entry["stepBefore"] % 10
@@ -145,12 +147,12 @@ def test_steps_that_a_program_makes_after_an_ignored_suspension_are_counted_as_l
 @pytest.mark.long
 def test_a_lost_node_and_the_ranks_that_miss_it_are_one_interruption(operator: SharedCluster, namespace: str) -> None:
     job = ddp_job(operator, namespace)
-    job.until("steps and a spare", lambda status: step_of(status) >= 12 and status.get("spares") == 1, seconds=180)
-    lost = job.members()[1]
+    job.wait_until("steps and a spare", lambda status: step_of(status) >= 12 and status.get("spares") == 1, seconds=180)
+    lost = job.list_members()[1]
     operator.power_off(lost["nodeName"])
     try:
-        job.until_recovered(seconds=180)
-        status = job.until_phase("Completed", seconds=180)
+        job.wait_for_recovery(seconds=180)
+        status = job.wait_for_phase("Completed", seconds=180)
     finally:
         operator.power_on(lost["nodeName"])
 
@@ -165,5 +167,5 @@ def test_a_program_that_cannot_start_fails_with_its_name_in_the_message(
     operator: SharedCluster, namespace: str
 ) -> None:
     job = apply_program_job(operator, namespace, "program: {command: [no-such-program]}")
-    status = job.until_phase("Failed", seconds=scaled(120))
+    status = job.wait_for_phase("Failed", seconds=scaled(120))
     assert "no-such-program" in status["verdict"], json.dumps(status)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.testing.cluster.jobs import curves_agree
-from trainium_devcluster.jobs.metrics import every_sample_once, every_sample_once_in_batches
+from trainium_devcluster.jobs.metrics import has_every_sample_once, has_every_sample_once_in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,34 +26,34 @@ def test_a_restart_in_place_keeps_the_loss_curve_bit_for_bit(
     new_job: Callable[..., Job], reference: dict[int, float]
 ) -> None:
     job = new_job()
-    job.until_step(10)
-    before = job.uids()
+    job.wait_for_step(10)
+    before = job.list_uids()
 
     job.kill_rank(1)
-    entry = job.until_recovered()
+    entry = job.wait_for_recovery()
 
     assert entry["response"] == "InPlace"
     assert entry["stepsLost"] <= 1
     assert entry["podsReplaced"] == 0
-    assert job.uids() == before
-    job.until_phase("Completed")
-    assert job.losses() == reference
-    assert every_sample_once(job.folder, 60, 12)
+    assert job.list_uids() == before
+    job.wait_for_phase("Completed")
+    assert job.read_losses() == reference
+    assert has_every_sample_once(job.folder, 60, 12)
 
 
 def test_a_spare_keeps_the_loss_curve_bit_for_bit(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
     job = new_job(change="workers: {spares: 1}")
-    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
-    lost = job.members()[1]
+    job.wait_until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
+    lost = job.list_members()[1]
 
     with job.cluster.without_power(lost["nodeName"]):
-        entry = job.until_recovered()
+        entry = job.wait_for_recovery()
         assert entry["response"] == "Spare"
         assert entry["node"] == lost["nodeName"]
         assert entry["stepsLost"] <= 1, "replicated state survives on the other node"
-        assert lost["podUid"] not in {member["podUid"] for member in job.members()}
-        job.until_phase("Completed")
-    assert job.losses() == reference
+        assert lost["podUid"] not in {member["podUid"] for member in job.list_members()}
+        job.wait_for_phase("Completed")
+    assert job.read_losses() == reference
 
 
 def test_a_job_shrinks_without_capacity_and_grows_back(
@@ -62,17 +62,17 @@ def test_a_job_shrinks_without_capacity_and_grows_back(
     job = new_job(change="workers: {replicas: 3, minReplicas: 1}")
     if len(job.cluster.worker_nodes()) < 4:
         pytest.skip("needs a cluster of 4 nodes")
-    job.until_step(5)
-    idle = set(job.cluster.worker_nodes()) - {member["nodeName"] for member in job.members()}
-    with job.cluster.cordon_nodes(*idle), job.cluster.without_power(job.members()[-1]["nodeName"]):
-        job.until("a smaller size", lambda status: status["membership"]["size"] == 2)
-        assert job.until_recovered()["response"] == "Shrink"
-    job.until(
+    job.wait_for_step(5)
+    idle = set(job.cluster.worker_nodes()) - {member["nodeName"] for member in job.list_members()}
+    with job.cluster.cordon_nodes(*idle), job.cluster.without_power(job.list_members()[-1]["nodeName"]):
+        job.wait_until("a smaller size", lambda status: status["membership"]["size"] == 2)
+        assert job.wait_for_recovery()["response"] == "Shrink"
+    job.wait_until(
         "the full size again", lambda status: status["membership"]["size"] == 3 or status["phase"] == "Completed", 60
     )
-    job.until_phase("Completed")
-    assert curves_agree(job.losses(), reference, 1e-5)
-    assert every_sample_once(job.folder, 60, 12)
+    job.wait_for_phase("Completed")
+    assert curves_agree(job.read_losses(), reference, 1e-5)
+    assert has_every_sample_once(job.folder, 60, 12)
 
 
 @pytest.mark.long
@@ -86,33 +86,33 @@ def test_a_tolerance_changes_the_batch_and_skips_no_sample(
     if len(nodes) < 4:
         pytest.skip("needs a cluster of 4 nodes")
     seen = [_wait_for_size(job, 4)]
-    idle = set(nodes) - {member["nodeName"] for member in job.members()}
-    with job.cluster.cordon_nodes(*idle), job.cluster.without_power(job.members()[-1]["nodeName"]):
+    idle = set(nodes) - {member["nodeName"] for member in job.list_members()}
+    with job.cluster.cordon_nodes(*idle), job.cluster.without_power(job.list_members()[-1]["nodeName"]):
         seen.append(_wait_for_size(job, 3))
-        assert job.status()["membership"]["batch"] == 9
+        assert job.read_status()["membership"]["batch"] == 9
     seen.append(_wait_for_size(job, 4))
     job.suspend()
-    job.until_phase("Suspended")
+    job.wait_for_phase("Suspended")
 
     assert seen == [(2, 1.0), (3, 0.75), (2, 1.0)], "passes of a step and share of the full speed"
-    losses = job.losses()
+    losses = job.read_losses()
     assert sorted(losses) == list(range(1, max(losses) + 1))
     records = job.log.steps
     batches = {step: records[step]["batch"] for step in losses}
     assert set(batches.values()) == {8, 9}
     assert records[max(losses)]["samples"] == sum(batches.values())
-    assert every_sample_once_in_batches(job.folder, batches)
-    assert all(entry["stepsLost"] <= 1 for entry in job.history())
+    assert has_every_sample_once_in_batches(job.folder, batches)
+    assert all(entry["stepsLost"] <= 1 for entry in job.read_history())
 
 
 def _wait_for_size(job: Job, size: int) -> tuple[int, float]:
     """Return the status of the job after a few steps at this size."""
-    status = job.until(
+    status = job.wait_until(
         f"training on {size} nodes",
         lambda status: status.get("membership", {}).get("size") == size and status.get("phase") == "Running",
         120,
     )
-    job.until_step(status["progress"]["step"] + 5)
+    job.wait_for_step(status["progress"]["step"] + 5)
     membership = status["membership"]
     return membership["passes"], membership["speed"]
 
@@ -120,26 +120,26 @@ def _wait_for_size(job: Job, size: int) -> tuple[int, float]:
 @pytest.mark.long
 def test_a_resize_loses_no_step_and_keeps_the_curve(new_job: Callable[..., Job]) -> None:
     job = new_job(change=ELASTIC)
-    job.until_step(8)
+    job.wait_for_step(8)
 
     job.scale(2)
-    smaller = job.until_recovered(1)
-    job.until_step(smaller["resumeStep"] + 5)
+    smaller = job.wait_for_recovery(1)
+    job.wait_for_step(smaller["resumeStep"] + 5)
     job.scale(3)
-    larger = job.until_recovered(2)
+    larger = job.wait_for_recovery(2)
 
     assert (smaller["stepsLost"], larger["stepsLost"]) == (0, 0)
-    job.until_step(larger["resumeStep"] + 5)
+    job.wait_for_step(larger["resumeStep"] + 5)
     job.suspend()
-    status = job.until_phase("Suspended")
+    status = job.wait_for_phase("Suspended")
     assert status["restarts"]["total"] == 0, "a resize is no failure"
-    losses = job.losses()
-    assert every_sample_once(job.folder, max(losses), 12)
+    losses = job.read_losses()
+    assert has_every_sample_once(job.folder, max(losses), 12)
 
     uninterrupted_run = new_job("undisturbed", change=ENDLESS)
-    uninterrupted_run.until_step(max(losses))
+    uninterrupted_run.wait_for_step(max(losses))
     assert curves_agree(
-        losses, {step: loss for step, loss in uninterrupted_run.losses().items() if step in losses}, 1e-5
+        losses, {step: loss for step, loss in uninterrupted_run.read_losses().items() if step in losses}, 1e-5
     )
 
 
@@ -147,10 +147,10 @@ def test_a_resize_loses_no_step_and_keeps_the_curve(new_job: Callable[..., Job])
 def test_an_illegal_size_is_rounded_down(new_job: Callable[..., Job]) -> None:
     even = "trainer: {batch: {globalSize: 9}}\nelasticity: {sizes: Even}"
     job = new_job(change=f"workers: {{replicas: 3, minReplicas: 1, maxReplicas: 9}}\n{even}")
-    job.until_step(3)
+    job.wait_for_step(3)
 
     job.scale(2)
-    status = job.until("a legal size", lambda status: status["membership"]["size"] == 1)
+    status = job.wait_until("a legal size", lambda status: status["membership"]["size"] == 1)
 
     legal = next(condition for condition in status["conditions"] if condition["type"] == "SizeLegal")
     assert legal["status"] == "False"
@@ -161,14 +161,14 @@ def test_an_illegal_size_is_rounded_down(new_job: Callable[..., Job]) -> None:
 @pytest.mark.timeout(300)
 def test_the_stages_of_a_recovery_add_up(new_job: Callable[..., Job]) -> None:
     job = new_job()
-    job.until_step(10, 150)
+    job.wait_for_step(10, 150)
     job.kill_rank(1)
-    stages = job.until_recovered()["stages"]
+    stages = job.wait_for_recovery()["stages"]
     # A load that is over at the agent's next look at the ranks counts as a part of the restart.
     assert stages["restart"] + stages["load"] > 0, "the processes are started again, and load"
     assert stages["decide"] == 0, "a restart in place needs no decision"
-    job.until_phase("Completed")
-    goodput = job.status()["goodput"]
+    job.wait_for_phase("Completed")
+    goodput = job.read_status()["goodput"]
     lost = sum(goodput["lostSeconds"].values())
     assert goodput["productiveSeconds"] + lost == pytest.approx(goodput["wallSeconds"], abs=0.05)
     assert sum(goodput["lostByStage"].values()) == pytest.approx(lost, abs=0.05)

@@ -50,7 +50,7 @@ def rollout_job(cluster: SharedCluster, namespace: str) -> ProgramJob:
 
 
 def role_pods(job: ProgramJob) -> list[str]:
-    pods = job.pods()
+    pods = job.list_pods()
     return [
         pod["metadata"]["name"]
         for pod in pods
@@ -65,32 +65,32 @@ def ready(status: dict[str, Any]) -> int:
 def kill_server(job: ProgramJob, lost: str) -> None:
     """Delete a server at once, and wait until another one is ready in its place."""
     job.delete_pod(lost, force=True)
-    job.until("the server is missing", lambda _: lost not in role_pods(job))
-    job.until("it is replaced", lambda status: ready(status) == 3 or status.get("phase") == "Completed")
+    job.wait_until("the server is missing", lambda _: lost not in role_pods(job))
+    job.wait_until("it is replaced", lambda status: ready(status) == 3 or status.get("phase") == "Completed")
 
 
 def test_lost_servers_a_scaled_role_and_a_killed_rank_count_each_prompt_once(
     operator: SharedCluster, namespace: str
 ) -> None:
     job = rollout_job(operator, namespace)
-    job.until("steps", lambda status: int((status.get("progress") or {}).get("step", 0)) >= 5, seconds=180)
+    job.wait_until("steps", lambda status: int((status.get("progress") or {}).get("step", 0)) >= 5, seconds=180)
     service = operator.get("service", "grpo-rollout", "-n", namespace)
     assert service["spec"]["clusterIP"] == "None"
     plugin = [sys.executable, "-m", "trainium_client.commands.main"]
     operator.check_output(*plugin, "scale", "grpo", "3", "--role", "rollout", "-n", namespace)
-    job.until("a third server", lambda status: ready(status) == 3)
+    job.wait_until("a third server", lambda status: ready(status) == 3)
 
     kill_server(job, role_pods(job)[0])
     job.kill_rank(1)
-    job.until("the rank is replaced", lambda status: status["restarts"]["total"] == 1)
+    job.wait_until("the rank is replaced", lambda status: status["restarts"]["total"] == 1)
     kill_server(job, role_pods(job)[1])
-    status = job.until_phase("Completed", seconds=300)
+    status = job.wait_for_phase("Completed", seconds=300)
 
     history = [(entry["cause"], entry["response"]) for entry in status["history"]]
     assert history == [("Crash", "InPlace")], "no server interrupts the training"
     log = read_rewards(job.folder)
-    assert sorted(log.rewards()) == list(range(1, STEPS + 1))
+    assert sorted(log.list_rewards()) == list(range(1, STEPS + 1))
     assert log.list_unequal_repetitions() == [], "a repeated step gets the same answers"
     assert count_updates(job.folder, STEPS) == STEPS, "each step counts once"
-    assert log.curve()[STEPS] > 0.7
+    assert log.compute_curve()[STEPS] > 0.7
     until(lambda: role_pods(job) == [], "the servers end with the job")

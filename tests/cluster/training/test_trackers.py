@@ -39,7 +39,7 @@ recovery: {{rescaleAfterSeconds: 60}}
 
 def until_recovered_from(job: Job, cause: str) -> None:
     """Wait until training continues after an interruption with this cause."""
-    job.until(
+    job.wait_until(
         f"the recovery from {cause}",
         lambda status: any(
             entry["cause"] == cause and entry.get("recoveredSeconds") is not None
@@ -60,27 +60,27 @@ def test_mlflow_has_each_step_once_after_faults_and_an_outage(new_job: Callable[
             return [] if experiment is None else client.search_runs([experiment.experiment_id])
 
         job = new_job("llama", change=CHANGE, environment={"MLFLOW_TRACKING_URI": server.address})
-        job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 20)
+        job.wait_until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 20)
         until(runs, "the job opens its run")
         server.stop()
         job.kill_rank(0)
         until_recovered_from(job, "Crash")
-        job.until_step(job.log.newest + 20)
+        job.wait_for_step(job.log.newest + 20)
         server.start()
-        with job.cluster.without_power(job.members()[1]["nodeName"]):
+        with job.cluster.without_power(job.list_members()[1]["nodeName"]):
             until_recovered_from(job, "NodeLost")
         job.kill_rank(1, "STOP")
         until_recovered_from(job, "Hang")
         job.scale(2)
         until_recovered_from(job, "Resize")
         assert job.log.newest < STEPS, "the resize came before the last step"
-        status = job.until_phase("Completed", 180)
+        status = job.wait_for_phase("Completed", 180)
 
         (run,) = runs()
         history = client.get_metric_history(run.info.run_id, "loss")
 
     assert [entry.step for entry in history] == list(range(1, STEPS + 1))
-    assert curves_agree({entry.step: entry.value for entry in history}, job.losses(), 1e-5)
+    assert curves_agree({entry.step: entry.value for entry in history}, job.read_losses(), 1e-5)
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "llama"
     assert run.data.params["steps"] == str(STEPS)

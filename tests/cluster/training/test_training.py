@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.testing.suite.timeouts import until
-from trainium_devcluster.jobs.metrics import every_sample_once
+from trainium_devcluster.jobs.metrics import has_every_sample_once
 from trainium_trainer.checkpoint.root.survey import survey, verify
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
@@ -34,7 +34,7 @@ def test_a_job_completes_with_status_metrics_and_samples(uninterrupted_run: Unin
     losses = uninterrupted_run.losses
     assert sorted(losses) == list(range(1, 61))
     assert losses[60] < losses[1]
-    assert every_sample_once(uninterrupted_run.folder, 60, 12)
+    assert has_every_sample_once(uninterrupted_run.folder, 60, 12)
     fields = json.loads((uninterrupted_run.folder / "metrics.jsonl").read_text().splitlines()[0])
     assert {"step", "loss", "gradNorm", "learningRate", "tokens", "samples", "seconds"} <= set(fields)
 
@@ -68,48 +68,48 @@ def test_checkpoints_are_committed_and_verified(uninterrupted_run: Uninterrupted
 def test_two_jobs_train_at_the_same_time(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
     first, second = new_job("first"), new_job("second")
 
-    first.until_phase("Completed")
-    second.until_phase("Completed")
+    first.wait_for_phase("Completed")
+    second.wait_for_phase("Completed")
 
-    assert first.losses() == second.losses() == reference
+    assert first.read_losses() == second.read_losses() == reference
 
 
 @pytest.mark.long
 def test_a_suspended_job_resumes_at_its_step(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
     job = new_job()
-    job.until_step(10)
+    job.wait_for_step(10)
     job.suspend()
-    suspended = job.until_phase("Suspended")
-    assert not job.pods()
-    assert suspended["checkpoint"]["durableStep"] == suspended["progress"]["step"] == max(job.losses()), (
+    suspended = job.wait_for_phase("Suspended")
+    assert not job.list_pods()
+    assert suspended["checkpoint"]["durableStep"] == suspended["progress"]["step"] == max(job.read_losses()), (
         "it saved its last step"
     )
 
     job.suspend(yes=False)
-    status = job.until_phase("Completed")
+    status = job.wait_for_phase("Completed")
 
-    assert job.losses() == reference
+    assert job.read_losses() == reference
     assert status["restarts"]["total"] == 0, "a suspension is no failure"
 
 
 @pytest.mark.long
 def test_a_job_at_its_deadline_saves_its_last_step(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
     job = new_job()
-    job.until_step(10)
+    job.wait_for_step(10)
     patch = json.dumps({"spec": {"activeDeadlineSeconds": 1}})
     job.cluster.kubectl("patch", "trainingjob", job.name, "-n", job.namespace, "--type=merge", f"-p={patch}")
-    status = job.until_phase("Failed")
+    status = job.wait_for_phase("Failed")
 
-    reached = max(job.losses())
+    reached = max(job.read_losses())
     assert 10 <= reached < 60
     assert status["checkpoint"]["durableStep"] == reached, "no step is repeated or missing"
     assert f"Its newest durable checkpoint is step {reached}." in status["verdict"]
     assert {condition["reason"] for condition in status["conditions"] if condition["type"] == "Failed"} == {
         "DeadlineExceeded"
     }
-    until(lambda: not job.pods(), lambda: f"pods go: {job.pods()}")
+    until(lambda: not job.list_pods(), lambda: f"pods go: {job.list_pods()}")
     assert status["restarts"]["total"] == 0, "a deadline is no fault"
 
     job.delete()
-    job.apply().until_phase("Completed")
-    assert job.losses() == reference
+    job.apply().wait_for_phase("Completed")
+    assert job.read_losses() == reference

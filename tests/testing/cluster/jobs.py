@@ -123,7 +123,7 @@ class Job(JobDriver):
         self.apply_manifest(self.manifest)
         return self
 
-    def slowness(self) -> float:
+    def measure_slowness(self) -> float:
         return slowness()
 
     def why(self) -> str:
@@ -136,8 +136,8 @@ class Job(JobDriver):
         """Describe the job for the message of a failed test."""
         parts = [super().describe()]
         with contextlib.suppress(Exception):
-            parts += [json.dumps(self.status(), indent=1), *self.events()]
-            for pod in self.pods():
+            parts += [json.dumps(self.read_status(), indent=1), *self.list_events()]
+            for pod in self.list_pods():
                 name = pod["metadata"]["name"]
                 parts.append(f"--- log of {name}")
                 parts.append(self.cluster.run("kubectl", "logs", "-n", self.namespace, name, "--tail=25").stdout)

@@ -164,15 +164,15 @@ def _read_settings() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _open_development_cluster() -> Iterator[SharedCluster]:
-    from trainium_devcluster.cluster import Cluster, node_specs, system_node, system_values
+    from trainium_devcluster.cluster import Cluster, create_node_specs, create_system_node, create_system_values
 
-    nodes = [*node_specs(NODES, cpu="4", memory="8Gi"), system_node()]
+    nodes = [*create_node_specs(NODES, cpu="4", memory="8Gi"), create_system_node()]
     with (
         tempfile.TemporaryDirectory(prefix="trainium-tests-") as folder,
         Cluster.start(nodes=nodes) as devcluster,
     ):
-        settings = {"chartValues": system_values()}
-        yield SharedCluster("local", devcluster.variables(), Path(folder), settings, devcluster)
+        settings = {"chartValues": create_system_values()}
+        yield SharedCluster("local", devcluster.list_variables(), Path(folder), settings, devcluster)
 
 
 @contextlib.contextmanager

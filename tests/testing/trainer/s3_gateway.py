@@ -90,7 +90,7 @@ class S3Gateway:
     def __enter__(self) -> Self:
         for path in (self._buckets, self._metadata):
             path.mkdir(parents=True)
-        program = ensure_binaries(programs=S3_PROGRAMS).path(Program.VERSITYGW)
+        program = ensure_binaries(programs=S3_PROGRAMS).find_path(Program.VERSITYGW)
         for _ in range(_ATTEMPTS):
             if self._start(program):
                 self._running.__enter__()

@@ -45,10 +45,10 @@ class FakeGenerationStore:
         self._state = next_state(self._state)
         return self._state
 
-    def state(self) -> GenerationState:
+    def read_state(self) -> GenerationState:
         return self._state
 
-    def key(self, attempt: int, *parts: object) -> str:
+    def format_key(self, attempt: int, *parts: object) -> str:
         return "/".join(map(str, (attempt, *parts)))
 
     def set(self, key: str, value: str) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.agent.pod_environment import environment
-from trainium_agent.settings import Endpoint, SettingsError, settings_from
+from trainium_agent.settings import Endpoint, SettingsError, parse_settings
 
 
 def test_a_complete_environment_is_parsed(tmp_path: Path) -> None:
-    settings = settings_from(environment(tmp_path, TRAINIUM_COORDINATOR="[::1]:1,coordinator.svc:8443"))
+    settings = parse_settings(environment(tmp_path, TRAINIUM_COORDINATOR="[::1]:1,coordinator.svc:8443"))
     assert settings.coordinator == (Endpoint("::1", 1), Endpoint("coordinator.svc", 8443))
     assert settings.processes_per_node == 2
     assert settings.run_id == "team.job"
@@ -21,7 +21,7 @@ def test_a_complete_environment_is_parsed(tmp_path: Path) -> None:
 
 def test_all_missing_variables_are_named_in_one_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="POD_IP, TRAINIUM_GRACE_SECONDS; the operator sets them"):
-        settings_from(environment(tmp_path, POD_IP="", TRAINIUM_GRACE_SECONDS=""))
+        parse_settings(environment(tmp_path, POD_IP="", TRAINIUM_GRACE_SECONDS=""))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_all_missing_variables_are_named_in_one_error(tmp_path: Path) -> None:
 )
 def test_a_malformed_variable_is_an_error(tmp_path: Path, name: str, value: str, sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence):
-        settings_from(environment(tmp_path, **{name: value}))
+        parse_settings(environment(tmp_path, **{name: value}))
 
 
 PROGRAM = """

@@ -4,8 +4,8 @@ import inspect
 import random
 from pathlib import Path
 
-from benchmarks.faults.document import table_line, write_document
-from benchmarks.faults.environment import curve_digest
+from benchmarks.faults.document import format_table_line, write_document
+from benchmarks.faults.environment import hash_curve_code
 from benchmarks.faults.injections import CONTEXTS, INJECTIONS
 from benchmarks.faults.record import ClusterKind, RowResult, RunResult, Spread
 from benchmarks.faults.row import ROWS, RequestedRuns
@@ -73,16 +73,16 @@ def test_a_row_that_was_not_run_again_keeps_its_line_and_is_marked_as_older(tmp_
 
 def test_a_row_without_a_result_reports_it() -> None:
     row = ROWS[0]
-    assert "not run yet" in table_line(row, None)
+    assert "not run yet" in format_table_line(row, None)
     skipped = RowResult(row.row, ClusterKind.DEVCLUSTER, 1, skipped="no such node")
-    assert "not run: no such node" in table_line(row, skipped)
+    assert "not run: no such node" in format_table_line(row, skipped)
 
 
 def test_a_seed_gives_the_same_choices_whatever_else_is_run() -> None:
     first, second = RequestedRuns("5", 1, range(2)), RequestedRuns("5", 1, range(30))
-    assert first.random(1).random() == second.random(1).random()
-    assert first.random(0).random() != RequestedRuns("5", 2, range(2)).random(0).random()
-    assert isinstance(first.random(0), random.Random)
+    assert first.create_random(1).random() == second.create_random(1).random()
+    assert first.create_random(0).random() != RequestedRuns("5", 2, range(2)).create_random(0).random()
+    assert isinstance(first.create_random(0), random.Random)
 
 
 def test_each_row_has_its_descriptions() -> None:
@@ -103,5 +103,5 @@ def test_every_row_without_an_accelerator_exists() -> None:
 
 
 def test_the_reference_curve_is_identified_by_a_digest_of_its_code() -> None:
-    assert curve_digest() == curve_digest()
-    assert len(curve_digest()) == 12
+    assert hash_curve_code() == hash_curve_code()
+    assert len(hash_curve_code()) == 12

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.faults.environment import check_batches, compare_losses
 from benchmarks.faults.leaks import MIN_SAMPLES, find_growth, find_job_files, find_leftovers
-from benchmarks.faults.resource_usage import Process, ResourceUsage, role_of
+from benchmarks.faults.resource_usage import Process, ResourceUsage, find_role
 from trainium_devcluster.jobs.metrics import read_samples
 
 
@@ -120,7 +120,7 @@ def test_a_folder_of_the_job_that_only_grows_is_reported() -> None:
 
 
 def test_the_role_of_a_process_is_that_of_its_program() -> None:
-    assert role_of(["/cache/trainium-operator/bin/etcd", "--data-dir=/x"]) == "etcd"
-    assert role_of(["/venv/bin/python", "/venv/bin/trainium-agent"]) == "agent"
-    assert role_of(["python3.11", "-m", "trainium_devcluster.node", "--name=a"]) == "node runtime"
-    assert role_of([]) == "nameless"
+    assert find_role(["/cache/trainium-operator/bin/etcd", "--data-dir=/x"]) == "etcd"
+    assert find_role(["/venv/bin/python", "/venv/bin/trainium-agent"]) == "agent"
+    assert find_role(["python3.11", "-m", "trainium_devcluster.node", "--name=a"]) == "node runtime"
+    assert find_role([]) == "nameless"

@@ -64,14 +64,17 @@ def test_the_page_has_the_recorded_runs() -> None:
 def test_losses_are_compared_up_to_the_first_step_at_another_size() -> None:
     reference = Ledger({(step, 0.0): Computation([step], ranks=2, loss=1.0) for step in (1, 2, 3)}, ended_ranks=2)
     resized = Ledger(reference.computations | {(3, 1.0): Computation([3], ranks=1, loss=1.5)}, ended_ranks=1)
-    assert resized.first_step_at_another_size(reference) == 3
-    assert resized.max_loss_difference(reference, before=3) == 0.0
-    assert resized.max_loss_difference(reference) == 0.5
-    assert reference.first_step_at_another_size(reference) == math.inf
+    assert resized.find_first_step_at_another_size(reference) == 3
+    assert resized.compute_max_loss_difference(reference, before=3) == 0.0
+    assert resized.compute_max_loss_difference(reference) == 0.5
+    assert reference.find_first_step_at_another_size(reference) == math.inf
 
 
 def test_losses_close_to_zero_are_compared_with_the_mean() -> None:
     reference = Ledger({(step, 0.0): Computation([step], loss=loss) for step, loss in ((1, 0.0), (2, 2.0))}, 1)
     other = Ledger({(step, 0.0): Computation([step], loss=loss) for step, loss in ((1, 0.5), (2, 2.0))}, 1)
-    assert other.max_loss_difference(reference) == 0.5
-    assert Ledger({(1, 0.0): Computation([1])}, 1).max_loss_difference(Ledger({(1, 0.0): Computation([1])}, 1)) == 0.0
+    assert other.compute_max_loss_difference(reference) == 0.5
+    assert (
+        Ledger({(1, 0.0): Computation([1])}, 1).compute_max_loss_difference(Ledger({(1, 0.0): Computation([1])}, 1))
+        == 0.0
+    )

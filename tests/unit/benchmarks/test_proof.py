@@ -15,7 +15,7 @@ from benchmarks.proof.artifact_checks import ArtifactSnapshot
 from benchmarks.proof.checks import AttemptResult, StepsLost, TrialResult, check_steps_lost, find_epoch_error
 from benchmarks.proof.document import render_section, replace_section, summarize
 from benchmarks.proof.kill_points import Point
-from benchmarks.proof.runner import layouts_with_steps
+from benchmarks.proof.runner import find_layouts_with_steps
 from benchmarks.proof.suites import PRETRAINING, SUITES, Suite, draw_trial
 from tests.testing.trainer.base_models import save_base
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
@@ -109,7 +109,7 @@ def step(artifact_folder: Path, tmp_path: Path) -> Path:
 
 
 def test_complete_artifacts_have_no_difference(artifact_folder: Path, step: Path) -> None:
-    assert artifact_checks.complete_artifacts(step).keys() == {"adapter", "model"}
+    assert artifact_checks.find_complete_artifacts(step).keys() == {"adapter", "model"}
     assert artifact_checks.find_incomplete(step) == []
     assert (
         artifact_checks.compare_artifacts(
@@ -117,7 +117,7 @@ def test_complete_artifacts_have_no_difference(artifact_folder: Path, step: Path
         )
         == []
     )
-    assert len(artifact_checks.complete_files(step)) > 3
+    assert len(artifact_checks.find_complete_files(step)) > 3
 
 
 @pytest.mark.parametrize("file", ["model/config.json", "model/model-00002-of-*", "adapter/adapter_model.safetensors"])
@@ -136,7 +136,7 @@ def test_an_uncommitted_artifact_is_not_complete(step: Path) -> None:
     (step / "model" / "config.json").unlink()
     next(step.glob("model/model-00001-of-*")).write_bytes(b"")
     assert artifact_checks.find_incomplete(step) == []
-    assert artifact_checks.complete_artifacts(step).keys() == {"adapter"}
+    assert artifact_checks.find_complete_artifacts(step).keys() == {"adapter"}
 
 
 def test_a_truncated_evaluation_is_found(step: Path) -> None:
@@ -232,11 +232,11 @@ def test_only_layouts_with_steps_are_listed() -> None:
     four, two, three = (attempt.layout for attempt in trial.attempts[-3:])
     trial = replace(trial, attempts=trial.attempts[-3:])
     late = [attempt(0, 15, "export", killed=True), attempt(15, 15, "export", killed=True), attempt(15, 15)]
-    assert layouts_with_steps(trial, TrialResult(0, "resize", attempts=late)) == {four}
+    assert find_layouts_with_steps(trial, TrialResult(0, "resize", attempts=late)) == {four}
     early = [attempt(0, 5, "step", killed=True), attempt(-1, -1, "load", killed=True), attempt(5, 15)]
-    assert layouts_with_steps(trial, TrialResult(0, "resize", attempts=early)) == {four, three}
+    assert find_layouts_with_steps(trial, TrialResult(0, "resize", attempts=early)) == {four, three}
     unseen = [attempt(0, 0, "step", killed=True), attempt(1, 4, "step", killed=True), attempt(4, 15)]
-    assert layouts_with_steps(trial, TrialResult(0, "resize", attempts=unseen)) == {four, two, three}
+    assert find_layouts_with_steps(trial, TrialResult(0, "resize", attempts=unseen)) == {four, two, three}
 
 
 def test_no_size_of_the_uneven_suite_divides_its_batch() -> None:

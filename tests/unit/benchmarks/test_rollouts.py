@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rollouts.rewards import WINDOW, RewardLog, max_difference, read_rewards, smooth
+from benchmarks.rollouts.rewards import WINDOW, RewardLog, compute_max_difference, read_rewards, smooth_curve
 
 
 def line(step: int, start: float, time: float, reward: float = 0.5, ranks: int = 2) -> dict[str, Any]:
@@ -18,7 +18,7 @@ LOG = RewardLog((line(1, 0, 1), line(2, 0, 2), line(3, 0, 3), line(2, 5, 9), lin
 
 def test_the_newest_computation_of_a_step_counts() -> None:
     log = RewardLog((line(1, 0, 1, reward=0.0), line(1, 2, 3, reward=0.5)))
-    assert log.curve() == {1: 0.75}
+    assert log.compute_curve() == {1: 0.75}
     assert log.list_unequal_repetitions() == [1]
     assert LOG.list_unequal_repetitions() == []
     other_size = RewardLog((line(1, 0, 1, ranks=2), line(1, 2, 3, reward=0.0, ranks=1)))
@@ -29,8 +29,8 @@ def test_a_restart_has_repeated_steps_and_a_pause_until_the_first_new_one() -> N
     assert LOG.count_recomputed(4) == 2
     assert LOG.has_restarted(4)
     assert not LOG.has_restarted(6)
-    assert LOG.longest_pause(4) == 7.5, "from the end of step 3 to that of step 4"
-    assert LOG.longest_pause(10.5) == 0
+    assert LOG.find_longest_pause(4) == 7.5, "from the end of step 3 to that of step 4"
+    assert LOG.find_longest_pause(10.5) == 0
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
@@ -41,6 +41,6 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 
 def test_curves_are_compared_over_windows_of_equal_length() -> None:
     curve = {step: float(step) for step in range(1, WINDOW + 2)}
-    assert smooth(curve) == pytest.approx([(WINDOW + 1) / 2, (WINDOW + 3) / 2])
-    assert max_difference([1.0, 2.0], [1.0, 2.5]) == 0.5
-    assert max_difference([1.0], [1.0, 2.0]) == float("inf")
+    assert smooth_curve(curve) == pytest.approx([(WINDOW + 1) / 2, (WINDOW + 3) / 2])
+    assert compute_max_difference([1.0, 2.0], [1.0, 2.5]) == 0.5
+    assert compute_max_difference([1.0], [1.0, 2.0]) == float("inf")

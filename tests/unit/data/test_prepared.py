@@ -104,13 +104,13 @@ def test_a_cache_folder_that_can_never_be_written_is_an_error_of_the_user(tmp_pa
 
 @pytest.mark.usefixtures("clean_start")  # the test forks this process, and its child cannot use its fork server
 def test_a_standby_prepares_the_data_without_reporting_errors(tmp_path: Path) -> None:
-    from trainium_agent.linux.kernel import thread_names
+    from trainium_agent.linux.kernel import list_thread_names
     from trainium_trainer.warm import _prepare_data
 
     write_text(tmp_path / "d.txt")
-    threads = thread_names()  # some libraries end their threads around a fork
+    threads = list_thread_names()  # some libraries end their threads around a fork
     _prepare_data(TrainingConfig(data=data_config(tmp_path, tmp_path / "d.txt")))
-    assert len(thread_names()) <= len(threads), "a process with threads must not be forked"
+    assert len(list_thread_names()) <= len(threads), "a process with threads must not be forked"
     assert read_prepared(tmp_path / "cache").tokens
     _prepare_data(TrainingConfig(data=data_config(tmp_path, tmp_path / "none.txt")))
 

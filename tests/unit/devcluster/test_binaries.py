@@ -20,7 +20,7 @@ import pytest
 
 from tests.testing.suite.loopback_http import LoopbackServer
 from trainium_devcluster.binaries import build, cache, catalog
-from trainium_devcluster.binaries.build import Source, list_sources, module_root
+from trainium_devcluster.binaries.build import Source, find_module_root, list_sources
 from trainium_devcluster.binaries.cache import Origin, ensure_binaries
 from trainium_devcluster.binaries.catalog import (
     BUILT_ONLY,
@@ -197,7 +197,7 @@ def test_programs_are_downloaded_once_and_then_cached(host: ReleaseHost, tmp_pat
     host.files.update({f"/{program}": CONTENT for program in Program})
     lines: list[str] = []
     binaries = ensure_from(host, tmp_path, origin=Origin.DOWNLOAD, report=lines.append)
-    assert all(os.access(binaries.path(program), os.X_OK) for program in CLUSTER_PROGRAMS)
+    assert all(os.access(binaries.find_path(program), os.X_OK) for program in CLUSTER_PROGRAMS)
     assert lines[0].startswith("[1/6] downloading etcd")
     requests = len(host.requests)
     assert ensure_from(host, tmp_path, report=lines.append) == binaries
@@ -295,10 +295,10 @@ def test_an_unknown_origin_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINIUM_CACHE", "/somewhere/else")
-    assert cache.cache_root() == Path("/somewhere/else")
+    assert cache.find_cache_root() == Path("/somewhere/else")
     monkeypatch.delenv("TRAINIUM_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache.cache_root() == Path("/xdg/trainium-operator")
+    assert cache.find_cache_root() == Path("/xdg/trainium-operator")
 
 
 @pytest.mark.parametrize("architecture", list(Architecture))
@@ -315,8 +315,8 @@ def test_every_release_is_on_an_official_host_and_can_be_checked(
 
 @pytest.mark.parametrize("kubernetes", KUBERNETES_VERSIONS, ids=lambda version: version.minor)
 def test_the_pinned_modules_have_the_versions_that_are_downloaded(kubernetes: KubernetesVersion) -> None:
-    control_plane = (module_root() / kubernetes.modules).read_text()
-    assert (module_root() / kubernetes.modules).with_suffix(".sum").is_file()
+    control_plane = (find_module_root() / kubernetes.modules).read_text()
+    assert (find_module_root() / kubernetes.modules).with_suffix(".sum").is_file()
     assert f"k8s.io/kubernetes v{kubernetes.number}\n" in control_plane
     assert f"go.etcd.io/etcd/server/v3 v{kubernetes.etcd}\n" in control_plane
     staging = re.findall(r"^\t(k8s\.io/\S+) => \1 v(\S+)$", control_plane, re.MULTILINE)
@@ -350,7 +350,7 @@ def test_another_version_is_built_in_a_separate_folder_from_separate_pins(
     go.write_text(f'#!/bin/sh\necho "$@" >>{calls}\n')
     go.chmod(0o755)
     for version in KUBERNETES_VERSIONS:
-        with build.build_source(version).command(Go(go), "list", ".") as command:
+        with build.build_source(version).build_command(Go(go), "list", ".") as command:
             assert command.wait_for_success(10)
     assert calls.read_text().splitlines() == [
         "list .",
@@ -359,7 +359,7 @@ def test_another_version_is_built_in_a_separate_folder_from_separate_pins(
 
 
 def test_the_other_pinned_modules_have_the_versions_of_the_catalog() -> None:
-    root = module_root()
+    root = find_module_root()
     assert f"helm.sh/helm/v4 v{catalog.HELM_VERSION}" in (root / "helm" / "go.mod").read_text()
     assert f"sigs.k8s.io/kwok v{catalog.KWOK_VERSION}" in (root / "kwok" / "go.mod").read_text()
     assert f"sigs.k8s.io/kueue v{catalog.KUEUE_VERSION}" in (root / "kueue" / "go.mod").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainium_contract.api_server.kubeconfig import find_access
-from trainium_devcluster.controlplane.certificates import Authority, signing_pair
+from trainium_devcluster.controlplane.certificates import Authority, create_signing_pair
 from trainium_devcluster.controlplane.components import Ports, prepare
 from trainium_devcluster.state import ClusterPaths
 
@@ -81,7 +81,7 @@ def test_keys_are_readable_only_by_their_owner(folder: Path) -> None:
 
 
 def test_the_token_signing_pair_is_private_and_public() -> None:
-    private, public = signing_pair()
+    private, public = create_signing_pair()
     assert b"PRIVATE KEY" in private
     assert b"PUBLIC KEY" in public
 

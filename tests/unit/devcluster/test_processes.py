@@ -13,18 +13,18 @@ import pytest
 
 from tests.testing.suite.processes import has_ended, process_state
 from tests.testing.suite.timeouts import until
-from trainium_devcluster.nodepool.unresponsive_ports import UnresponsivePorts, listening_addresses
+from trainium_devcluster.nodepool.unresponsive_ports import UnresponsivePorts, find_listening_addresses
 from trainium_devcluster.processes.process_tree import (
     ProcessId,
-    command_line,
     find_marked,
     freeze_tree,
     identify,
     kill_tree,
-    resident_bytes,
+    list_tree,
+    read_command_line,
+    read_resident_bytes,
     spawn,
     thaw_tree,
-    tree_of,
 )
 
 VARIABLE = "TRAINIUM_TEST_MARK"
@@ -39,7 +39,7 @@ def mark() -> Iterator[str]:
 
 def _count_sleeping(root: int) -> int:
     """Count the processes that run `sleep`; a shell that starts one by vfork cannot stop before it runs."""
-    return [command_line(pid) for pid in tree_of([root])].count("sleep 300")
+    return [read_command_line(pid) for pid in list_tree([root])].count("sleep 300")
 
 
 @pytest.fixture
@@ -54,17 +54,17 @@ def process_tree(tmp_path: Path, mark: str) -> Iterator[subprocess.Popen[bytes]]
 
 
 def test_a_process_tree_includes_processes_of_other_sessions(process_tree: subprocess.Popen[bytes], mark: str) -> None:
-    assert set(find_marked(VARIABLE, mark)) == set(tree_of([process_tree.pid]))
+    assert set(find_marked(VARIABLE, mark)) == set(list_tree([process_tree.pid]))
 
 
 def test_a_killed_process_tree_has_no_process_left(process_tree: subprocess.Popen[bytes], mark: str) -> None:
-    members = tree_of([process_tree.pid])
+    members = list_tree([process_tree.pid])
     kill_tree(process_tree.pid, VARIABLE, mark)
     assert all(has_ended(pid) for pid in members)
 
 
 def test_orphans_are_found_by_their_mark(process_tree: subprocess.Popen[bytes], mark: str) -> None:
-    _, *descendants = tree_of([process_tree.pid])
+    _, *descendants = list_tree([process_tree.pid])
     process_tree.kill()
     process_tree.wait()
     kill_tree(None, VARIABLE, mark)
@@ -77,7 +77,7 @@ def test_a_mark_is_matched_exactly_or_by_prefix(process_tree: subprocess.Popen[b
 
 
 def test_a_process_tree_is_frozen_and_thawed(process_tree: subprocess.Popen[bytes], mark: str) -> None:
-    members = tree_of([process_tree.pid])
+    members = list_tree([process_tree.pid])
     freeze_tree(process_tree.pid, VARIABLE, mark)
     until(lambda: all(process_state(pid) == "T" for pid in members), "all are frozen", pause=0.01)
     thaw_tree(process_tree.pid, VARIABLE, mark)
@@ -102,8 +102,8 @@ def test_a_damaged_pid_file_is_no_process(tmp_path: Path) -> None:
 
 
 def test_memory_is_that_of_the_process() -> None:
-    assert resident_bytes(os.getpid()) > 5_000_000
-    assert resident_bytes(2**22 + 1) == 0
+    assert read_resident_bytes(os.getpid()) > 5_000_000
+    assert read_resident_bytes(2**22 + 1) == 0
 
 
 def test_a_child_dies_with_its_supervisor(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_unresponsive_ports_of_a_killed_process_time_out() -> None:
     with subprocess.Popen([sys.executable, "-c", SERVER], env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         address = ("127.77.66.55", int(server.stdout.readline()))
-        addresses = listening_addresses("TRAINIUM_TEST_MARKER", marker)
+        addresses = find_listening_addresses("TRAINIUM_TEST_MARKER", marker)
         server.kill()
     assert addresses == [address]
 

@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 
-from trainium_devcluster.controlplane.components import Component, Ports, arguments, choose_ports
+from trainium_devcluster.controlplane.components import Component, Ports, choose_ports, list_arguments
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.node.options import NodeOptions
-from trainium_devcluster.nodepool.pool import node_environment
+from trainium_devcluster.nodepool.pool import build_node_environment
 from trainium_devcluster.options import parse_labels
 from trainium_devcluster.ports import reserve_port
-from trainium_devcluster.state import MARKER, ClusterPaths, ClusterSpec, NodeSpec, clusters_folder, short_socket_path
+from trainium_devcluster.state import (
+    MARKER,
+    ClusterPaths,
+    ClusterSpec,
+    NodeSpec,
+    find_clusters_folder,
+    shorten_socket_path,
+)
 
 PORTS = Ports(etcd=1, etcd_peer=2, apiserver=3, controller_manager=4, scheduler=5)
 
@@ -45,7 +52,7 @@ def test_clusters_are_in_the_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert ClusterPaths.of("dev").root == tmp_path / "trainium-devcluster" / "dev"
     monkeypatch.delenv("XDG_STATE_HOME")
-    assert clusters_folder() == Path("~/.local/state/trainium-devcluster").expanduser()
+    assert find_clusters_folder() == Path("~/.local/state/trainium-devcluster").expanduser()
 
 
 def test_a_cluster_runs_while_its_lock_is_held(tmp_path: Path) -> None:
@@ -59,11 +66,11 @@ def test_a_cluster_runs_while_its_lock_is_held(tmp_path: Path) -> None:
 
 def test_a_long_socket_path_is_shortened_deterministically(tmp_path: Path) -> None:
     short = Path("/tmp/a.sock")
-    assert short_socket_path(short) == short
+    assert shorten_socket_path(short) == short
     long = tmp_path / ("x" * 120) / "a.sock"
-    assert len(str(short_socket_path(long))) < 100
-    assert short_socket_path(long) == short_socket_path(long)
-    assert short_socket_path(long) != short_socket_path(long.with_name("b.sock"))
+    assert len(str(shorten_socket_path(long))) < 100
+    assert shorten_socket_path(long) == shorten_socket_path(long)
+    assert shorten_socket_path(long) != shorten_socket_path(long.with_name("b.sock"))
 
 
 def test_ports_are_distinct_and_read_as_written() -> None:
@@ -74,7 +81,7 @@ def test_ports_are_distinct_and_read_as_written() -> None:
 
 def test_every_component_listens_on_loopback_and_verifies_tls(tmp_path: Path) -> None:
     paths = ClusterPaths(tmp_path)
-    flags = {component: arguments(component, ClusterSpec("dev"), paths, PORTS) for component in Component}
+    flags = {component: list_arguments(component, ClusterSpec("dev"), paths, PORTS) for component in Component}
     assert "--client-cert-auth" in flags[Component.ETCD]
     assert not any("http://" in flag for group in flags.values() for flag in group)
     apiserver = flags[Component.APISERVER]
@@ -89,16 +96,16 @@ def test_every_component_listens_on_loopback_and_verifies_tls(tmp_path: Path) ->
 def test_flags_of_the_spec_override_the_defaults(tmp_path: Path) -> None:
     spec = ClusterSpec("dev", apiserver_args=("--v=4",), controller_manager_args=("--v=5",), scheduler_args=("--v=6",))
     paths = ClusterPaths(tmp_path)
-    assert arguments(Component.APISERVER, spec, paths, PORTS)[-1] == "--v=4"
-    assert arguments(Component.CONTROLLER_MANAGER, spec, paths, PORTS)[-1] == "--v=5"
-    assert arguments(Component.SCHEDULER, spec, paths, PORTS)[-1] == "--v=6"
+    assert list_arguments(Component.APISERVER, spec, paths, PORTS)[-1] == "--v=4"
+    assert list_arguments(Component.CONTROLLER_MANAGER, spec, paths, PORTS)[-1] == "--v=5"
+    assert list_arguments(Component.SCHEDULER, spec, paths, PORTS)[-1] == "--v=6"
 
 
 def test_the_node_monitor_grace_period_defaults_to_that_of_kubernetes(tmp_path: Path) -> None:
     paths = ClusterPaths(tmp_path)
-    default = arguments(Component.CONTROLLER_MANAGER, ClusterSpec("dev"), paths, PORTS)
+    default = list_arguments(Component.CONTROLLER_MANAGER, ClusterSpec("dev"), paths, PORTS)
     assert not any("node-monitor" in flag for flag in default)
-    quick = arguments(Component.CONTROLLER_MANAGER, ClusterSpec("dev", node_monitor_grace_seconds=4), paths, PORTS)
+    quick = list_arguments(Component.CONTROLLER_MANAGER, ClusterSpec("dev", node_monitor_grace_seconds=4), paths, PORTS)
     assert "--node-monitor-grace-period=4s" in quick
     assert "--node-monitor-period=0.8s" in quick
 
@@ -111,14 +118,14 @@ def test_nodes_send_several_heartbeats_within_the_grace_period() -> None:
 
 def options_of(root: Path, **fields: Any) -> NodeOptions:
     spec = NodeSpec("node-1", **fields)
-    ClusterPaths(root).node("node-1").mkdir(parents=True, exist_ok=True)
+    ClusterPaths(root).find_node_folder("node-1").mkdir(parents=True, exist_ok=True)
     return NodeOptions(str(root), spec, ("127.0.0.1", 3), "/venv/bin", 1.0, "1.36.3")
 
 
 def test_node_options_are_read_as_written(tmp_path: Path) -> None:
     options = options_of(tmp_path, neuron=4, cpu="2", memory="4Gi", labels={"zone": "a"}, taints=("k=v:NoExecute",))
     assert NodeOptions.read(options.write()) == options
-    assert options.paths.node_socket("node-1").parent == options.state_dir
+    assert options.paths.find_node_socket("node-1").parent == options.state_dir
 
 
 def test_a_node_registers_its_capacity_and_taints(tmp_path: Path) -> None:
@@ -144,7 +151,7 @@ def test_an_invalid_option_of_a_node_is_an_error(tmp_path: Path, options: dict[s
 
 
 def test_the_environment_of_a_node_has_its_mark(tmp_path: Path) -> None:
-    environment = node_environment({"PATH": "/bin"}, ClusterPaths(tmp_path), "node-1", Path("/cache"))
+    environment = build_node_environment({"PATH": "/bin"}, ClusterPaths(tmp_path), "node-1", Path("/cache"))
     assert environment[MARKER] == f"{tmp_path}/node-1"
     assert environment["PATH"] == "/cache:/bin"
 

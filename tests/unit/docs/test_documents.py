@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainium_devcluster.binaries.cache import cache_root
+from trainium_devcluster.binaries.cache import find_cache_root
 
 ROOT = Path(__file__).parents[3]
 _SPEC = importlib.util.spec_from_file_location("docs_source", ROOT / "scripts/site/docs_source.py")
@@ -219,7 +219,7 @@ def test_every_package_states_its_subject_in_its_docstring() -> None:
     assert [path for path in packages if not ast.get_docstring(ast.parse(read(path)))] == []
 
 
-MERMAID = sorted(cache_root().glob("docs-scripts/mermaid-*.js"))
+MERMAID = sorted(find_cache_root().glob("docs-scripts/mermaid-*.js"))
 
 
 @pytest.mark.skipif(not MERMAID or not shutil.which("node"), reason="needs node and what `make docs` downloads")

@@ -48,7 +48,7 @@ class Server(NamedTuple):
 def kubectl() -> str:
     if not is_cached(frozenset({Program.KUBECTL})):
         pytest.skip("kubectl is not there; `make binaries` brings it")
-    return str(ensure_binaries(programs=frozenset({Program.KUBECTL})).path(Program.KUBECTL))
+    return str(ensure_binaries(programs=frozenset({Program.KUBECTL})).find_path(Program.KUBECTL))
 
 
 @pytest.fixture(scope="module")

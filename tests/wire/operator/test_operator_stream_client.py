@@ -119,7 +119,7 @@ async def test_a_changed_phase_is_sent_at_once(tmp_path: Path, monkeypatch: pyte
         coordinator.state.publish(LLAMA, membership(1))
         await async_until(lambda: FrameKind.KEEPALIVE in coordinator.frames, "the client sends only keepalives")
         coordinator.phase = WorkerPhase.FINISHED
-        coordinator.client.heartbeat_now()
+        coordinator.client.send_heartbeat_now()
         await async_until(
             lambda: any(heartbeat.phase is WorkerPhase.FINISHED for heartbeat in coordinator.acknowledged),
             "the end is acknowledged",

@@ -381,7 +381,7 @@ class NativeBackend:
         return torch.cat(log_probs) if log_probs else torch.full((len(batch.inputs),), math.nan)
 
     def sum_totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
-        """See `Backend.sum_totals`: one small all-reduce; one rank of a data-parallel share contributes loss and tokens."""
+        """See `Backend.sum_totals`: one small all-reduce, in which one rank counts a data-parallel share."""
         self._own_loss = _sum(self._losses)
         contribution = self._zero_unless_counted(self._own_loss, self._tokens, self._divisor, *self._sum_rewards())
         values = torch.tensor([*contribution, stop, memory_ends, vote], dtype=torch.float64)

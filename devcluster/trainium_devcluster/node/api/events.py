@@ -14,7 +14,7 @@ from enum import StrEnum
 from trainium_contract.api_server.errors import ApiError
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_devcluster.node.api.client import MERGE_PATCH, Api
-from trainium_devcluster.node.api.objects import Json, uid
+from trainium_devcluster.node.api.objects import Json, get_uid
 
 _log = logging.getLogger(__name__)
 _MAX_MESSAGE = 1000  # characters; the API server's limit is 1,024
@@ -45,13 +45,13 @@ class EventSink:
         metadata = obj["metadata"]
         now = format_rfc3339(time.time())
         text = message[:_MAX_MESSAGE]
-        key = hashlib.sha256("\0".join([uid(obj), reason, field_path, text]).encode()).hexdigest()[:16]
+        key = hashlib.sha256("\0".join([get_uid(obj), reason, field_path, text]).encode()).hexdigest()[:16]
         involved = {
             "apiVersion": "v1",
             "kind": kind,
             "name": metadata["name"],
             "namespace": metadata.get("namespace", ""),
-            "uid": uid(obj),
+            "uid": get_uid(obj),
             "resourceVersion": metadata.get("resourceVersion", ""),
         }
         if field_path:

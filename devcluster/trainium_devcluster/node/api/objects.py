@@ -19,22 +19,22 @@ def parse_time(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def uid(obj: Json) -> str:
+def get_uid(obj: Json) -> str:
     """Return the unique id of an object."""
     return str(obj["metadata"]["uid"])
 
 
-def name(obj: Json) -> str:
+def get_name(obj: Json) -> str:
     """Return the name of an object."""
     return str(obj["metadata"]["name"])
 
 
-def namespace(obj: Json) -> str:
+def get_namespace(obj: Json) -> str:
     """Return the namespace of an object; empty if it has none."""
     return str(obj["metadata"].get("namespace", ""))
 
 
-def containers(pod: Json) -> list[Json]:
+def get_containers(pod: Json) -> list[Json]:
     """Return the main containers of a pod."""
     return list(pod["spec"].get("containers") or [])
 
@@ -65,7 +65,7 @@ def is_ready(pod: Json) -> bool:
     return condition is not None and condition["status"] == "True"
 
 
-def grace_seconds(pod: Json) -> int:
+def get_grace_seconds(pod: Json) -> int:
     """Return the grace period, at least 1 s; for a forced deletion (0) that of the spec, as on a kubelet."""
     grace = pod["metadata"].get("deletionGracePeriodSeconds") or pod["spec"].get("terminationGracePeriodSeconds") or 0
     return max(1, int(grace))

@@ -7,7 +7,7 @@ Guarantees:
 from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 
-from trainium_devcluster.node.api.objects import Json, containers, init_containers, is_sidecar
+from trainium_devcluster.node.api.objects import Json, get_containers, init_containers, is_sidecar
 
 _SUFFIXES = {
     **{suffix: Decimal(2) ** (10 * (power + 1)) for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))},
@@ -30,10 +30,10 @@ def parse(text: str | float) -> Decimal:
         raise ValueError(f"{raw!r} is not a quantity: give a number, perhaps with m, k, M, G, Ki, Mi or Gi") from None
 
 
-def pod_requests(pod: Json) -> dict[str, Decimal]:
+def sum_pod_requests(pod: Json) -> dict[str, Decimal]:
     """Return the requests that the scheduler counts: of containers and sidecars, or of an init container if larger."""
     total: dict[str, Decimal] = {"pods": Decimal(1)}
-    for container in containers(pod):
+    for container in get_containers(pod):
         _add(total, container)
     sidecars: dict[str, Decimal] = {}
     peaks: list[dict[str, Decimal]] = []
@@ -45,10 +45,10 @@ def pod_requests(pod: Json) -> dict[str, Decimal]:
             peak = dict(sidecars)
             _add(peak, container)
             peaks.append(peak)
-    return {name: max(_values(name, [total, *peaks])) for name in {n for part in (total, *peaks) for n in part}}
+    return {name: max(_parse_values(name, [total, *peaks])) for name in {n for part in (total, *peaks) for n in part}}
 
 
-def _values(name: str, parts: Iterable[dict[str, Decimal]]) -> list[Decimal]:
+def _parse_values(name: str, parts: Iterable[dict[str, Decimal]]) -> list[Decimal]:
     return [part.get(name, Decimal(0)) for part in parts]
 
 

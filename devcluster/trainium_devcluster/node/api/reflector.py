@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from trainium_contract.api_server.errors import ApiError, ConnectionFailedError, UnavailableError
 from trainium_devcluster.node.api.client import Api
-from trainium_devcluster.node.api.objects import Json, uid
+from trainium_devcluster.node.api.objects import Json, get_uid
 from trainium_devcluster.node.api.waiting import wait_for_event
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Reflector:
     async def _list(self) -> str:
         answer = await self._api.get(self._path, self._params)
         # Items of a list have neither kind nor apiVersion; nothing here needs them.
-        items = {uid(item): item for item in answer.get("items") or []}
+        items = {get_uid(item): item for item in answer.get("items") or []}
         for key in [key for key in self.objects if key not in items]:
             self._on_change(self.objects.pop(key), True)
         for key, item in items.items():
@@ -83,10 +83,10 @@ class Reflector:
         }
         async for kind, item in self._api.watch(self._path, params):
             if kind == "DELETED":
-                self.objects.pop(uid(item), None)
+                self.objects.pop(get_uid(item), None)
                 self._on_change(item, True)
             else:
-                self.objects[uid(item)] = item
+                self.objects[get_uid(item)] = item
                 self._on_change(item, False)
 
 
@@ -97,7 +97,7 @@ class WatchedObject:
         self.value: Json | None = None
         self.listeners: dict[str, Callable[[], None]] = {}
         params = {"fieldSelector": f"metadata.name={name}"}
-        self._reflector = Reflector(api, f"/api/v1/namespaces/{namespace}/{plural}", params, self._change)
+        self._reflector = Reflector(api, f"/api/v1/namespaces/{namespace}/{plural}", params, self._apply_change)
         self._task = asyncio.create_task(self._reflector.run())
 
     @property
@@ -105,7 +105,7 @@ class WatchedObject:
         """Set once `value` was read from the API server."""
         return self._reflector.synced
 
-    def _change(self, item: Json, deleted: bool) -> None:
+    def _apply_change(self, item: Json, deleted: bool) -> None:
         self.value = None if deleted else item
         for listener in list(self.listeners.values()):
             listener()

@@ -19,7 +19,7 @@ class NoFreeAddressError(Exception):
     """No address is left."""
 
 
-def candidate_networks(seed: str) -> Iterator[ipaddress.IPv4Network]:
+def iterate_candidate_networks(seed: str) -> Iterator[ipaddress.IPv4Network]:
     """Yield the /24 networks that a node tries, in an order that only depends on `seed`."""
     for attempt in range(_MAX_ATTEMPTS):
         digest = hashlib.sha256(f"{seed}/{attempt}".encode()).digest()

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainium_devcluster.node.api.objects import Json, is_ready, is_terminal, name, namespace
+from trainium_devcluster.node.api.objects import Json, get_name, get_namespace, is_ready, is_terminal
 
 DOMAIN = "cluster.local"
 
@@ -42,21 +42,21 @@ def select_endpoints(service: Json, pods: Iterable[Json]) -> tuple[Endpoint, ...
     unready_too = bool(service["spec"].get("publishNotReadyAddresses"))
     found = []
     for pod in pods:
-        if namespace(pod) != namespace(service) or is_terminal(pod):
+        if get_namespace(pod) != get_namespace(service) or is_terminal(pod):
             continue
         address = pod.get("status", {}).get("podIP")
         labels = pod["metadata"].get("labels") or {}
         if not address or any(labels.get(key) != value for key, value in selector.items()):
             continue
         if unready_too or (is_ready(pod) and "deletionTimestamp" not in pod["metadata"]):
-            has_hostname = pod["spec"].get("subdomain") == name(service)
+            has_hostname = pod["spec"].get("subdomain") == get_name(service)
             found.append(Endpoint(address, pod["spec"].get("hostname", "") if has_hostname else ""))
     return tuple(sorted(found, key=lambda e: tuple(int(part) for part in e.address.split("."))))
 
 
 def render(pod_address: str, hostname: str, pod: Json, services: Iterable[ServiceNames]) -> str:
     """Return the text of the hosts file of `pod`."""
-    pod_namespace = namespace(pod)
+    pod_namespace = get_namespace(pod)
     own = [hostname]
     subdomain = pod["spec"].get("subdomain")
     if subdomain:
@@ -70,7 +70,7 @@ def render(pod_address: str, hostname: str, pod: Json, services: Iterable[Servic
     aliases = pod["spec"].get("hostAliases") or []
     lines += [f"{alias['ip']}\t{' '.join(alias.get('hostnames') or [])}" for alias in aliases]
     for service in sorted(services, key=lambda s: (s.namespace, s.name)):
-        names = _service_dns_names(service.name, service.namespace, pod_namespace)
+        names = _list_service_dns_names(service.name, service.namespace, pod_namespace)
         lines += [f"{endpoint.address}\t{' '.join(names)}" for endpoint in service.endpoints]
         for endpoint in service.endpoints:
             if endpoint.hostname:
@@ -92,7 +92,7 @@ def write(path: Path, text: str) -> None:
         os.close(fd)
 
 
-def _service_dns_names(service: str, service_namespace: str, pod_namespace: str) -> list[str]:
+def _list_service_dns_names(service: str, service_namespace: str, pod_namespace: str) -> list[str]:
     short_name = f"{service}.{service_namespace}"
     names = [f"{short_name}.svc.{DOMAIN}", f"{short_name}.svc", short_name]
     return [*names, service] if service_namespace == pod_namespace else names

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainium_devcluster.node.api.client import Api
-from trainium_devcluster.node.api.objects import Json, is_ready, is_terminal, name, namespace, uid
+from trainium_devcluster.node.api.objects import Json, get_name, get_namespace, get_uid, is_ready, is_terminal
 from trainium_devcluster.node.api.reflector import Reflector
 from trainium_devcluster.node.api.waiting import wait_for_event
 from trainium_devcluster.node.network import hosts
@@ -35,8 +35,8 @@ class ServiceDirectory:
 
     def __init__(self, api: Api, api_server: tuple[str, int]) -> None:
         self._api_server = api_server
-        self._services = Reflector(api, "/api/v1/services", {}, self._service_changed)
-        self._pods = Reflector(api, "/api/v1/pods", {}, self._pod_changed)
+        self._services = Reflector(api, "/api/v1/services", {}, self._handle_service)
+        self._pods = Reflector(api, "/api/v1/pods", {}, self._handle_pod)
         self._files: dict[str, HostsFile] = {}
         self._pod_states: dict[str, tuple[object, ...]] = {}
         self._changed = asyncio.Event()
@@ -53,7 +53,7 @@ class ServiceDirectory:
         await wait_for_event(self._services.synced, _SYNC_TIMEOUT)
         await wait_for_event(self._pods.synced, _SYNC_TIMEOUT)
         self._files[key] = file
-        self._write(file, self._names())
+        self._write(file, self._list_names())
 
     def remove(self, key: str) -> None:
         """Stop updating a hosts file, because its directory is about to be removed."""
@@ -64,30 +64,30 @@ class ServiceDirectory:
             await self._changed.wait()
             await asyncio.sleep(_DEBOUNCE_SECONDS)
             self._changed.clear()
-            names = self._names()
+            names = self._list_names()
             for file in list(self._files.values()):
                 self._write(file, names)
 
-    def _names(self) -> list[hosts.ServiceNames]:
+    def _list_names(self) -> list[hosts.ServiceNames]:
         pods = list(self._pods.objects.values())
         names = []
         for service in self._services.objects.values():
-            if namespace(service) == "default" and name(service) == "kubernetes":
+            if get_namespace(service) == "default" and get_name(service) == "kubernetes":
                 endpoints: tuple[hosts.Endpoint, ...] = (hosts.Endpoint(self._api_server[0]),)
             else:
                 endpoints = hosts.select_endpoints(service, pods)
-            names.append(hosts.ServiceNames(namespace(service), name(service), endpoints))
+            names.append(hosts.ServiceNames(get_namespace(service), get_name(service), endpoints))
         return names
 
     def _write(self, file: HostsFile, names: list[hosts.ServiceNames]) -> None:
         with contextlib.suppress(FileNotFoundError):
             hosts.write(file.path, hosts.render(file.address, file.hostname, file.pod(), names))
 
-    def _service_changed(self, _: Json, __: bool) -> None:
+    def _handle_service(self, _: Json, __: bool) -> None:
         self._changed.set()
 
-    def _pod_changed(self, pod: Json, deleted: bool) -> None:
-        key, ip = uid(pod), pod.get("status", {}).get("podIP")
+    def _handle_pod(self, pod: Json, deleted: bool) -> None:
+        key, ip = get_uid(pod), pod.get("status", {}).get("podIP")
         state = (
             ip,
             is_ready(pod),

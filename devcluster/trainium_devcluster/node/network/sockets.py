@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from trainium_devcluster.processes.process_tree import sockets_of
+from trainium_devcluster.processes.process_tree import list_sockets
 
 _SYS_PIDFD_GETFD = 438
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
@@ -35,13 +35,13 @@ class SocketFilter:
     _cut: dict[str, socket.socket] = field(default_factory=dict)
 
     @staticmethod
-    def supported() -> bool:
+    def is_supported() -> bool:
         """Return whether this machine permits the filter, by a test with a new socket."""
         if platform.system() != "Linux":
             return False
         with socket.socket() as probe:
             try:
-                duplicate = _duplicate(os.getpid(), probe.fileno())
+                duplicate = _copy_descriptor(os.getpid(), probe.fileno())
                 _drop_incoming(duplicate)
             except OSError:
                 return False
@@ -51,11 +51,11 @@ class SocketFilter:
     def cut(self, pids: Iterable[int]) -> None:
         """Cut every TCP socket of these processes that is not cut yet."""
         for pid in pids:
-            for fd, inode in sockets_of(pid):
+            for fd, inode in list_sockets(pid):
                 if inode in self._cut:
                     continue
                 with contextlib.suppress(OSError):
-                    duplicate = _duplicate(pid, fd)
+                    duplicate = _copy_descriptor(pid, fd)
                     if duplicate.family in {socket.AF_INET, socket.AF_INET6} and duplicate.type == socket.SOCK_STREAM:
                         _drop_incoming(duplicate)
                         self._cut[inode] = duplicate
@@ -71,7 +71,7 @@ class SocketFilter:
         self._cut.clear()
 
 
-def _duplicate(pid: int, fd: int) -> socket.socket:
+def _copy_descriptor(pid: int, fd: int) -> socket.socket:
     pidfd = os.pidfd_open(pid)
     try:
         own = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)

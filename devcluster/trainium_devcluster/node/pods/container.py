@@ -52,18 +52,18 @@ class Backoff:
     """The current delay in seconds, 0 before the first restart."""
     _updated: float = 0.0
 
-    def remaining(self, finished_at: float, now: float) -> float:
+    def compute_remaining(self, finished_at: float, now: float) -> float:
         """Return the seconds until the container may restart, 0 for now; `finished_at` is its last end."""
-        if self._expired(now):
+        if self._is_expired(now):
             return 0.0
         return max(0.0, finished_at + self.delay - now)
 
     def record_restart(self, now: float) -> None:
         """Record a restart of the container."""
-        self.delay = _FIRST_DELAY if self._expired(now) else min(_LONGEST_DELAY, self.delay * 2)
+        self.delay = _FIRST_DELAY if self._is_expired(now) else min(_LONGEST_DELAY, self.delay * 2)
         self._updated = now
 
-    def _expired(self, now: float) -> bool:
+    def _is_expired(self, now: float) -> bool:
         return self.delay == 0.0 or now - self._updated > 2 * _LONGEST_DELAY
 
 
@@ -181,7 +181,7 @@ class Container:
         self.ready = self.started = False
         log = LogWriter(self.folder / f"{self._attempt}.log")
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-        out, err = log.pipe("stdout"), log.pipe("stderr")
+        out, err = log.open_pipe("stdout"), log.open_pipe("stderr")
         self.emit(EventSeverity.NORMAL, "Created", "Container created", self.name)
         started_at = time.time()
         try:
@@ -200,7 +200,7 @@ class Container:
             self.state = Running(time.time())
             self.emit(EventSeverity.NORMAL, "Started", "Container started", self.name)
             self.changed()
-            self._prober = asyncio.create_task(probes.run_probes(self.spec, self._check, self._callbacks()))
+            self._prober = asyncio.create_task(probes.run_probes(self.spec, self._check, self._create_callbacks()))
 
     async def _watch(
         self, process: Process, log: LogWriter, started_at: float, termination_log: str, scratch: str
@@ -216,7 +216,7 @@ class Container:
         if error := process.running.exception():
             end = Terminated(_START_ERROR, "StartError", _start_error(error), 0.0, ended.at, self._id)
         else:
-            message = self._termination_message(ended, Path(termination_log), log)
+            message = self._read_termination_message(ended, Path(termination_log), log)
             end = Terminated(ended.code, exit_reason(ended.code), message, started_at, ended.at, self._id)
         self.process = None
         self.ready = self.kind is ContainerKind.INIT and end.exit_code == 0
@@ -225,7 +225,7 @@ class Container:
         remove_tree(Path(scratch))
         self.changed()
 
-    def _termination_message(self, ended: ExitStatus, path: Path, log: LogWriter) -> str:
+    def _read_termination_message(self, ended: ExitStatus, path: Path, log: LogWriter) -> str:
         try:
             text = path.read_bytes()[:_MAX_TERMINATION_MESSAGE].decode(errors="replace")
         except OSError:
@@ -234,7 +234,7 @@ class Container:
             text = read_last_lines(log.path)
         return text
 
-    def _callbacks(self) -> probes.ProbeCallbacks:
+    def _create_callbacks(self) -> probes.ProbeCallbacks:
         return probes.ProbeCallbacks(
             self._on_startup_succeeded, self._on_ready_changed, self._on_unhealthy, self._on_probe_failed
         )
@@ -267,11 +267,11 @@ class Container:
             return container_exec.ExecResult(container_exec.NOT_EXECUTABLE, "the container is not running")
         return await container_exec.run(process, argv, base, timeout)
 
-    def exec_command(self, argv: list[str]) -> ContainerCommand | None:
+    def build_exec_command(self, argv: list[str]) -> ContainerCommand | None:
         """Return the command that runs `argv` inside the container; None if it does not run."""
         if self.process is None or self._command is None:
             return None
-        return container_exec.exec_command(self.process, argv, self._command)
+        return container_exec.build_exec_command(self.process, argv, self._command)
 
     def stop_in_background(self, grace: float | None, reason: str) -> None:
         """Start to stop the container in the background, by default with the pod's grace period."""
@@ -305,13 +305,13 @@ class Container:
             self._prober.cancel()
             self._prober = None
         process.signal(signal.SIGTERM)
-        await self._until_deadline(process)
+        await self._wait_until_deadline(process)
         process.signal(signal.SIGKILL)
         await asyncio.shield(process.exited)
         if self._watcher is not None:
             await asyncio.shield(self._watcher)
 
-    async def _until_deadline(self, process: Process) -> None:
+    async def _wait_until_deadline(self, process: Process) -> None:
         """Wait for the end of the process or the deadline."""
         while (left := self._deadline - time.monotonic()) > 0 and not process.exited.done():
             self._deadline_changed.clear()

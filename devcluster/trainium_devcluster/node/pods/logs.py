@@ -28,7 +28,7 @@ _MAX_MESSAGE_BYTES = 2048
 _FOLLOW_POLL = 0.05  # seconds between two reads of a followed log
 
 
-def _now() -> str:
+def _format_now() -> str:
     seconds, nanos = divmod(time.time_ns(), 10**9)
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{nanos:09d}Z"
 
@@ -45,7 +45,7 @@ class LogWriter:
         self._open: dict[str, int] = {}
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def pipe(self, stream: str) -> int:
+    def open_pipe(self, stream: str) -> int:
         """Return the write end of a new pipe for `stream` (stdout or stderr), which the caller closes."""
         read, write = os.pipe()
         os.set_blocking(read, False)
@@ -73,7 +73,7 @@ class LogWriter:
     def _write(self, stream: str, entries: list[tuple[bytes, bytes]]) -> None:
         if not entries:
             return
-        head = f"{_now()} {stream} ".encode()
+        head = f"{_format_now()} {stream} ".encode()
         data = b"".join(head + tag + b" " + line + b"\n" for line, tag in entries)
         os.write(self._fd, data)
         self._size += len(data)
@@ -117,7 +117,7 @@ class LogOptions:
 async def read(path: Path, query: LogOptions, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
     """Yield pieces of the log at `path`; with `follow` until `ended` is set."""
     remaining = query.limit
-    async for entry in _entries(path, query, ended):
+    async for entry in _read_entries(path, query, ended):
         text = _render(entry, query)
         if text is None:
             continue
@@ -129,15 +129,15 @@ async def read(path: Path, query: LogOptions, ended: Callable[[], bool]) -> Asyn
             return
 
 
-async def _entries(path: Path, query: LogOptions, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
+async def _read_entries(path: Path, query: LogOptions, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
     source = _LogTail(path)
     try:
-        backlog = deque((line for line in source.lines() if _matches(line, query)), maxlen=query.tail)
+        backlog = deque((line for line in source.read_lines() if _matches(line, query)), maxlen=query.tail)
         while backlog:
             yield backlog.popleft()
         while query.follow:
             is_last_read = ended()  # checked before the read, so that no line before the end is missed
-            new_lines = source.lines()
+            new_lines = source.read_lines()
             for line in new_lines:
                 if _matches(line, query):
                     yield line
@@ -159,7 +159,7 @@ class _LogTail:
         self._file = path.open("rb")
         self._rest = b""
 
-    def lines(self) -> list[bytes]:
+    def read_lines(self) -> list[bytes]:
         """Return the lines since the last call."""
         data, self._before = self._before, b""
         data += self._rest + self._file.read()

@@ -16,7 +16,7 @@ import aiohttp
 from trainium_devcluster.node.api import quantities
 from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.events import EventSeverity, EventSink
-from trainium_devcluster.node.api.objects import Json, name, namespace, uid
+from trainium_devcluster.node.api.objects import Json, get_name, get_namespace, get_uid
 from trainium_devcluster.node.api.reflector import ObjectCache
 from trainium_devcluster.node.network.service_directory import ServiceDirectory
 from trainium_devcluster.node.options import NodeOptions
@@ -70,12 +70,12 @@ class NodeServices:
 
     def find_insufficient_resource(self, pod: Json) -> tuple[str, str] | None:
         """Return the first resource that the node lacks for `pod`, with the message of a kubelet."""
-        others = [p for p in self.active_pods() if uid(p) != uid(pod)]
-        for resource, requested in quantities.pod_requests(pod).items():
+        others = [p for p in self.active_pods() if get_uid(p) != get_uid(pod)]
+        for resource, requested in quantities.sum_pod_requests(pod).items():
             capacity = quantities.parse(self.options.capacity.get(resource, "0"))
             if not requested or resource.startswith("hugepages-"):
                 continue
-            used = sum((quantities.pod_requests(p).get(resource, Decimal(0)) for p in others), Decimal(0))
+            used = sum((quantities.sum_pod_requests(p).get(resource, Decimal(0)) for p in others), Decimal(0))
             if used + requested > capacity:
                 amounts = f"requested: {requested}, used: {used}, capacity: {capacity}"
                 message = f"Node didn't have enough resource: {resource}, {amounts}"
@@ -84,11 +84,11 @@ class NodeServices:
 
     def report_unenforced(self, pod: Json) -> None:
         """Report once per node and field that a field is accepted without effect."""
-        new_fields = [text for text in unsupported_fields.unenforced_fields(pod) if text not in self._reported]
+        new_fields = [text for text in unsupported_fields.find_unenforced_fields(pod) if text not in self._reported]
         if new_fields:
             self._reported.update(new_fields)
             message = (
                 f"accepted without effect on a process node: {', '.join(new_fields)} "
-                f"(first seen in pod {namespace(pod)}/{name(pod)}; reported once per node)"
+                f"(first seen in pod {get_namespace(pod)}/{get_name(pod)}; reported once per node)"
             )
             self.events.emit(self.node(), "Node", EventSeverity.NORMAL, "NotEnforced", message)

@@ -23,15 +23,15 @@ from trainium_contract.rfc3339 import format_rfc3339
 from trainium_devcluster.node.api.events import EventSeverity
 from trainium_devcluster.node.api.objects import (
     Json,
-    containers,
     find,
-    grace_seconds,
+    get_containers,
+    get_grace_seconds,
+    get_name,
+    get_namespace,
+    get_uid,
     init_containers,
     is_terminal,
-    name,
-    namespace,
     parse_time,
-    uid,
 )
 from trainium_devcluster.node.api.waiting import wait_for_event
 from trainium_devcluster.node.pods.container import Container
@@ -43,8 +43,8 @@ from trainium_devcluster.node.pods.status import (
     PodSnapshot,
     Terminated,
     Waiting,
-    container_kind,
-    pod_status,
+    build_pod_status,
+    find_container_kind,
     should_restart,
 )
 from trainium_devcluster.node.pods.status_writer import StatusWriter
@@ -79,10 +79,10 @@ class PodRunner:
         status = self.pod.get("status") or {}
         self._start_time = status.get("startTime") or format_rfc3339(time.time())
         self.setup = PodSetup(self.services, lambda: self.pod, self.address)
-        self.writer = StatusWriter(self.services.api, lambda: self.pod, self._status, self._status_written)
+        self.writer = StatusWriter(self.services.api, lambda: self.pod, self._build_status, self._handle_written_status)
         grace = float(self.pod["spec"].get("terminationGracePeriodSeconds") or 0)
-        for spec in [*init_containers(self.pod), *containers(self.pod)]:
-            kind = container_kind(self.pod, spec)
+        for spec in [*init_containers(self.pod), *get_containers(self.pod)]:
+            kind = find_container_kind(self.pod, spec)
             folder = self.setup.folder / "containers" / spec["name"]
             container = Container(
                 spec,
@@ -130,7 +130,7 @@ class PodRunner:
         """Whether the pod holds resources: it has not ended, or still has processes."""
         return not self._ended or any(c.running for c in self.containers)
 
-    def container(self, container_name: str | None = None) -> Container | None:
+    def find_container(self, container_name: str | None = None) -> Container | None:
         """Return the container of that name; the first main container without a name."""
         if container_name is None:
             return next(c for c in self.containers if c.kind is ContainerKind.MAIN)
@@ -165,7 +165,7 @@ class PodRunner:
             await self._set_up_volumes()
             await self._supervise()
         except Exception:  # noqa: BLE001 - a defect here must show on the pod, not silently leave it as it is
-            _log.exception("pod %s/%s", namespace(self.pod), name(self.pod))
+            _log.exception("pod %s/%s", get_namespace(self.pod), get_name(self.pod))
             self._fail("NodeError", "the node failed to run the pod; its log has the reason")
         self.wake()
 
@@ -211,14 +211,14 @@ class PodRunner:
                 requeue_delays.append(started + limit - time.time())
                 if requeue_delays[-1] <= 0:
                     self._failure = ("DeadlineExceeded", _DEADLINE_MESSAGE)
-                    await self._kill_all(grace_seconds(self.pod), _DEADLINE_MESSAGE)
+                    await self._kill_all(get_grace_seconds(self.pod), _DEADLINE_MESSAGE)
                     self._finish()
                     return
             if await self._initialize(requeue_delays):
                 for container in (c for c in self.containers if c.kind is ContainerKind.MAIN):
                     await self._sync_container(container, requeue_delays)
             if self._is_finished():
-                await self._stop_sidecars(time.monotonic() + grace_seconds(self.pod))
+                await self._stop_sidecars(time.monotonic() + get_grace_seconds(self.pod))
                 self._finish()
                 return
             await wait_for_event(self._sync_event, min(requeue_delays, default=None))
@@ -237,7 +237,7 @@ class PodRunner:
                     return False
         return True
 
-    def _initialized(self) -> bool:
+    def _are_init_containers_complete(self) -> bool:
         """Return whether all init containers are complete, so that main containers can start."""
         inits = [c for c in self.containers if c.kind is not ContainerKind.MAIN]
         return all(c.ready if c.kind is ContainerKind.INIT else c.started for c in inits)
@@ -250,7 +250,7 @@ class PodRunner:
         if state is not None and isinstance(container.state, Terminated | Waiting) and container.has_started:
             if not should_restart(self.pod, container.spec, state.exit_code):
                 return
-            remaining = container.backoff.remaining(state.finished_at, time.time())
+            remaining = container.backoff.compute_remaining(state.finished_at, time.time())
             if remaining > 0:
                 requeue_delays.append(self._back_off(container, remaining))
                 return
@@ -261,7 +261,7 @@ class PodRunner:
 
     def _back_off(self, container: Container, seconds: float) -> float:
         """Set `container` to waiting in CrashLoopBackOff; return `seconds`."""
-        where = f"{name(self.pod)}_{namespace(self.pod)}({uid(self.pod)})"
+        where = f"{get_name(self.pod)}_{get_namespace(self.pod)}({get_uid(self.pod)})"
         if container.is_new_backoff(container.backoff.delay):
             message = f"Back-off restarting failed container {container.name} in pod {where}"
             self._emit(EventSeverity.WARNING, "BackOff", message, container.name)
@@ -288,7 +288,7 @@ class PodRunner:
 
     def _finish(self) -> None:
         self._ended = True
-        self.services.release_address(uid(self.pod))
+        self.services.release_address(get_uid(self.pod))
         self.wake()
 
     def _fail(self, reason: str, message: str) -> None:
@@ -300,9 +300,9 @@ class PodRunner:
     async def _terminate(self) -> None:
         """End all containers within the grace period."""
         # A later deletion with a shorter period has no effect, as on a kubelet.
-        await self._kill_all(grace_seconds(self.pod), "Stopping container {name}")
+        await self._kill_all(get_grace_seconds(self.pod), "Stopping container {name}")
         if not self._ended:
-            initialized = self._initialized()
+            initialized = self._are_init_containers_complete()
             for container in self.containers:
                 if initialized or container.kind is not ContainerKind.MAIN:
                     container.end_unstarted()
@@ -323,10 +323,12 @@ class PodRunner:
     async def _delete(self) -> None:
         """Write the final status, then remove the object, which only its node may do."""
         await self.writer.flush()
-        path = f"/api/v1/namespaces/{namespace(self.pod)}/pods/{name(self.pod)}"
+        path = f"/api/v1/namespaces/{get_namespace(self.pod)}/pods/{get_name(self.pod)}"
         while not self._deleted:
             try:
-                await self.services.api.delete(path, {"gracePeriodSeconds": 0, "preconditions": {"uid": uid(self.pod)}})
+                await self.services.api.delete(
+                    path, {"gracePeriodSeconds": 0, "preconditions": {"uid": get_uid(self.pod)}}
+                )
             except ConnectionFailedError:
                 pass
             except ApiError as error:
@@ -339,7 +341,7 @@ class PodRunner:
 
     # --- Status ------------------------------------------------------------------------------------------------------
 
-    def _status(self, now: str) -> Json:
+    def _build_status(self, now: str) -> Json:
         running = any(c.running for c in self.containers)
         terminal = self._ended and not running
         had_address = self._sandbox_ready or (self.pod.get("status") or {}).get("podIP")
@@ -353,9 +355,9 @@ class PodRunner:
             terminal=terminal,
             failure=None if running else self._failure,  # while containers are still being stopped the phase stays
         )
-        return pod_status(snapshot, now)
+        return build_pod_status(snapshot, now)
 
-    def _status_written(self, pod: Json) -> None:
+    def _handle_written_status(self, pod: Json) -> None:
         # The answer is newer than the watched object; it keeps the transition times of conditions.
         if int(pod["metadata"]["resourceVersion"]) > int(self.pod["metadata"]["resourceVersion"]):
             self.pod = pod

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from trainium_contract.api_server.errors import UnavailableError
 from trainium_devcluster.node.api.events import EventSeverity
-from trainium_devcluster.node.api.objects import Json, name, namespace, uid
+from trainium_devcluster.node.api.objects import Json, get_name, get_namespace, get_uid
 from trainium_devcluster.node.network.service_directory import HostsFile
 from trainium_devcluster.node.pods.container import Container
 from trainium_devcluster.node.pods.node_services import NodeServices
 from trainium_devcluster.node.pods.probe_actions import Execute, ProbeTarget
 from trainium_devcluster.node.processes.command import ADDABLE_CAPABILITIES, CAPABILITIES, ContainerCommand
-from trainium_devcluster.node.processes.programs import agent_mounts, remount_hidden
+from trainium_devcluster.node.processes.programs import build_agent_mounts, remount_hidden
 from trainium_devcluster.node.spec import environment, mounts, unsupported_fields
 from trainium_devcluster.node.spec.downward_api import PodFacts
 from trainium_devcluster.node.spec.environment import ConfigError
@@ -38,8 +38,8 @@ class PodSetup:
     volumes: PodVolumes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.folder = pod_folder(self.services.options.state_dir, uid(self.pod()))
-        self.volumes = PodVolumes(self.services.api, self.services.cache, self.folder, self._facts)
+        self.folder = find_pod_folder(self.services.options.state_dir, get_uid(self.pod()))
+        self.volumes = PodVolumes(self.services.api, self.services.cache, self.folder, self._collect_facts)
 
     @property
     def hostname(self) -> str:
@@ -47,7 +47,7 @@ class PodSetup:
         spec = self.pod()["spec"]
         if spec.get("hostNetwork"):
             return self.services.options.name
-        return str(spec.get("hostname") or name(self.pod())[:_MAX_HOSTNAME].rstrip("-."))
+        return str(spec.get("hostname") or get_name(self.pod())[:_MAX_HOSTNAME].rstrip("-."))
 
     async def prepare(self) -> None:
         """Create the pod's directory, volumes and hosts file.
@@ -55,15 +55,15 @@ class PodSetup:
         Raises:
             VolumeError: when a volume cannot be created yet.
         """
-        await self.volumes.setup()
+        await self.volumes.create()
         mounts.write_pod_files(self.folder, self.hostname)
         file = HostsFile(self.folder / "hosts", self.address, self.hostname, self.pod)
-        await self.services.directory.add(uid(self.pod()), file)
+        await self.services.directory.add(get_uid(self.pod()), file)
 
     async def start(self, container: Container) -> float | None:
         """Start `container`; return the seconds before the next try if its configuration is not complete."""
         try:
-            command, termination_log = await self._command(container)
+            command, termination_log = await self._build_command(container)
         except (ConfigError, UnavailableError) as error:
             container.emit(EventSeverity.WARNING, "Failed", f"Error: {error}", container.name)
             container.set_waiting("CreateContainerConfigError", str(error))
@@ -77,13 +77,13 @@ class PodSetup:
 
     def remove(self) -> None:
         """Remove all files; the containers have ended."""
-        self.services.directory.remove(uid(self.pod()))
+        self.services.directory.remove(get_uid(self.pod()))
         self.volumes.remove()
 
-    def _facts(self) -> PodFacts:
+    def _collect_facts(self) -> PodFacts:
         return PodFacts(self.pod(), self.address, self.services.address)
 
-    async def _command(self, container: Container) -> tuple[ContainerCommand, Path]:
+    async def _build_command(self, container: Container) -> tuple[ContainerCommand, Path]:
         spec, pod = container.spec, self.pod()
         if problem := unsupported_fields.check_non_root(pod, spec):
             raise ConfigError(problem)
@@ -91,20 +91,22 @@ class PodSetup:
         for plural, object_name in environment.find_references(spec):
             # A change of the object does not affect a running container; the volumes' listener wakes without effect.
             objects[plural, object_name] = await self.services.cache.acquire(
-                plural, namespace(pod), object_name, uid(pod), self.volumes.changed.set
+                plural, get_namespace(pod), object_name, get_uid(pod), self.volumes.changed.set
             )
-        variables = environment.build_environment(spec, self._facts(), lambda plural, key: objects.get((plural, key)))
+        variables = environment.build_environment(
+            spec, self._collect_facts(), lambda plural, key: objects.get((plural, key))
+        )
         env = self.services.build_base_environment(self.hostname) | variables
         run_folder = container.folder / f"run-{container.restart_count}-{int(container.has_started)}"
         run_folder.mkdir(parents=True, exist_ok=True)
         termination_log = run_folder / "termination-log"
         termination_log.write_bytes(b"")
         termination_log.chmod(0o666)
-        volume_mounts = mounts.volume_mounts(spec, self.volumes.paths)
-        own = mounts.node_files(spec, self.folder, termination_log, {m.target for m in volume_mounts})
+        volume_mounts = mounts.build_volume_mounts(spec, self.volumes.paths)
+        own = mounts.build_node_files(spec, self.folder, termination_log, {m.target for m in volume_mounts})
         state_dir = str(self.services.options.state_dir)
         programs = remount_hidden(volume_mounts, self.services.programs, state_dir)
-        agent = agent_mounts(spec.get("image", ""), self.services.agent_folder)
+        agent = build_agent_mounts(spec.get("image", ""), self.services.agent_folder)
         context = spec.get("securityContext") or {}
         return (
             ContainerCommand(
@@ -117,19 +119,19 @@ class PodSetup:
                 shm=str(self.volumes.shm),
                 hidden=state_dir,
                 read_only_root=bool(context.get("readOnlyRootFilesystem")),
-                capabilities=capabilities(context),
+                capabilities=list_capabilities(context),
                 no_new_privileges=context.get("allowPrivilegeEscalation") is False,
             ),
             termination_log,
         )
 
 
-def pod_folder(state_dir: Path, pod_uid: str) -> Path:
+def find_pod_folder(state_dir: Path, pod_uid: str) -> Path:
     """Return the folder of a pod."""
     return state_dir / "pods" / pod_uid
 
 
-def capabilities(context: Json) -> tuple[int, ...]:
+def list_capabilities(context: Json) -> tuple[int, ...]:
     """Return the capabilities that a container keeps, as numbers."""
     changes = context.get("capabilities") or {}
     dropped = {text.removeprefix("CAP_") for text in changes.get("drop") or []}

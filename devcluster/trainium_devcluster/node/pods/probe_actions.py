@@ -50,13 +50,13 @@ async def run_action(action: Json, target: ProbeTarget, timeout: float) -> Probe
             )
         return ProbeResult(result.code == 0, result.output)
     if "httpGet" in action:
-        return await _http(action["httpGet"], target, timeout)
+        return await _probe_http(action["httpGet"], target, timeout)
     if "tcpSocket" in action:
-        return await _tcp(action["tcpSocket"], target, timeout)
+        return await _probe_tcp(action["tcpSocket"], target, timeout)
     return ProbeResult(False, f"none of exec, httpGet, tcpSocket is given: {', '.join(action)}")
 
 
-def port_number(port: str | int, container: Json) -> int | None:
+def find_port_number(port: str | int, container: Json) -> int | None:
     """Return the number of a port that is given by number or by the name of a container port."""
     if isinstance(port, int) or port.isdigit():
         return int(port)
@@ -64,8 +64,8 @@ def port_number(port: str | int, container: Json) -> int | None:
     return None if declared is None else int(declared["containerPort"])
 
 
-async def _http(action: Json, target: ProbeTarget, timeout: float) -> ProbeResult:
-    port = port_number(action["port"], target.container)
+async def _probe_http(action: Json, target: ProbeTarget, timeout: float) -> ProbeResult:
+    port = find_port_number(action["port"], target.container)
     if port is None:
         return ProbeResult(False, f"the container has no port named {action['port']!r}")
     host = action.get("host") or target.address
@@ -87,8 +87,8 @@ async def _http(action: Json, target: ProbeTarget, timeout: float) -> ProbeResul
         return ProbeResult(False, f'Get "{url}": {error or type(error).__name__}')
 
 
-async def _tcp(action: Json, target: ProbeTarget, timeout: float) -> ProbeResult:
-    port = port_number(action["port"], target.container)
+async def _probe_tcp(action: Json, target: ProbeTarget, timeout: float) -> ProbeResult:
+    port = find_port_number(action["port"], target.container)
     if port is None:
         return ProbeResult(False, f"the container has no port named {action['port']!r}")
     host = action.get("host") or target.address

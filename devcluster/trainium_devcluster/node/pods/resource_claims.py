@@ -7,7 +7,7 @@ them.
 
 from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.node.api.client import Api
-from trainium_devcluster.node.api.objects import Json, find, name, namespace, uid
+from trainium_devcluster.node.api.objects import Json, find, get_name, get_namespace, get_uid
 
 
 class ClaimError(Exception):
@@ -20,9 +20,11 @@ async def check_claims(api: Api, pod: Json) -> None:
         claim = await _read(api, pod, _claim_name(pod, claim_request))
         status = claim.get("status") or {}
         if not status.get("allocation"):
-            raise ClaimError(f"resource claim {name(claim)} is not allocated")
-        if find(status.get("reservedFor"), "uid", uid(pod)) is None:
-            raise ClaimError(f"resource claim {name(claim)} is not reserved for pod {namespace(pod)}/{name(pod)}")
+            raise ClaimError(f"resource claim {get_name(claim)} is not allocated")
+        if find(status.get("reservedFor"), "uid", get_uid(pod)) is None:
+            raise ClaimError(
+                f"resource claim {get_name(claim)} is not reserved for pod {get_namespace(pod)}/{get_name(pod)}"
+            )
 
 
 def _claim_name(pod: Json, claim_request: Json) -> str:
@@ -35,7 +37,7 @@ def _claim_name(pod: Json, claim_request: Json) -> str:
 
 
 async def _read(api: Api, pod: Json, claim: str) -> Json:
-    path = f"/apis/resource.k8s.io/v1/namespaces/{namespace(pod)}/resourceclaims/{claim}"
+    path = f"/apis/resource.k8s.io/v1/namespaces/{get_namespace(pod)}/resourceclaims/{claim}"
     try:
         return await api.get(path)
     except ApiError as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from trainium_contract.rfc3339 import format_rfc3339
-from trainium_devcluster.node.api.objects import EPOCH, Json, containers, find, init_containers, is_sidecar
+from trainium_devcluster.node.api.objects import EPOCH, Json, find, get_containers, init_containers, is_sidecar
 
 
 class ContainerKind(StrEnum):
@@ -84,7 +84,7 @@ class PodSnapshot:
     failure: tuple[str, str] | None = None
 
 
-def container_kind(pod: Json, container: Json) -> ContainerKind:
+def find_container_kind(pod: Json, container: Json) -> ContainerKind:
     """Return the kind of `container` in `pod`: init, sidecar or main."""
     if find(init_containers(pod), "name", container["name"]) is None:
         return ContainerKind.MAIN
@@ -98,7 +98,7 @@ def restart_policy(pod: Json, container: Json) -> str:
         return str(own)
     policy = pod["spec"].get("restartPolicy", "Always")
     # An init container that succeeded never runs again, with any policy.
-    if policy == "Always" and container_kind(pod, container) is ContainerKind.INIT:
+    if policy == "Always" and find_container_kind(pod, container) is ContainerKind.INIT:
         return "OnFailure"
     return str(policy)
 
@@ -114,10 +114,10 @@ def exit_reason(exit_code: int) -> str:
     return "Completed" if exit_code == 0 else "Error"
 
 
-def phase(pod: Json, views: Sequence[ContainerSnapshot], *, terminal: bool) -> str:
+def compute_phase(pod: Json, views: Sequence[ContainerSnapshot], *, terminal: bool) -> str:
     """Return the phase of a pod; `terminal` if no container runs or will start."""
     by_name = {view.name: view for view in views}
-    specs = {c["name"]: c for c in [*init_containers(pod), *containers(pod)]}
+    specs = {c["name"]: c for c in [*init_containers(pod), *get_containers(pod)]}
     init_failed = init_pending = False
     for view in (v for v in by_name.values() if v.kind is ContainerKind.INIT):
         ended = _end_of(view)
@@ -130,10 +130,10 @@ def phase(pod: Json, views: Sequence[ContainerSnapshot], *, terminal: bool) -> s
                 init_failed = True
     if init_failed:
         return "Failed"
-    main = [by_name[c["name"]] for c in containers(pod) if c["name"] in by_name]
+    main = [by_name[c["name"]] for c in get_containers(pod) if c["name"] in by_name]
     has_started = [v for v in main if not isinstance(v.state, Waiting) or v.last_termination is not None]
     if not terminal:
-        if (init_pending or _sidecars_pending(by_name)) and not has_started:
+        if (init_pending or _are_sidecars_pending(by_name)) and not has_started:
             return "Pending"
         if any(isinstance(v.state, Waiting) and v.last_termination is None for v in main):
             return "Pending"
@@ -149,10 +149,10 @@ def phase(pod: Json, views: Sequence[ContainerSnapshot], *, terminal: bool) -> s
     return "Failed"
 
 
-def pod_status(view: PodSnapshot, now: str) -> Json:
+def build_pod_status(view: PodSnapshot, now: str) -> Json:
     """Return the status to write; `now` is the time of transitions."""
     old = view.pod.get("status") or {}
-    chosen = phase(view.pod, view.containers, terminal=view.terminal)
+    chosen = compute_phase(view.pod, view.containers, terminal=view.terminal)
     reason = message = None
     if view.failure is not None:
         chosen, (reason, message) = "Failed", view.failure
@@ -165,11 +165,11 @@ def pod_status(view: PodSnapshot, now: str) -> Json:
         "hostIP": view.host_ip,
         "hostIPs": [{"ip": view.host_ip}],
         "startTime": view.start_time,
-        "observedGeneration": _generation(view.pod),
-        "containerStatuses": [_status(v) for v in view.containers if v.kind is ContainerKind.MAIN],
-        "conditions": _conditions(view, chosen, now),
+        "observedGeneration": _observe_generation(view.pod),
+        "containerStatuses": [_build_container_status(v) for v in view.containers if v.kind is ContainerKind.MAIN],
+        "conditions": _build_conditions(view, chosen, now),
     }
-    inits = [_status(v) for v in view.containers if v.kind is not ContainerKind.MAIN]
+    inits = [_build_container_status(v) for v in view.containers if v.kind is not ContainerKind.MAIN]
     if inits:
         status["initContainerStatuses"] = inits
     if view.pod_ip:
@@ -178,7 +178,7 @@ def pod_status(view: PodSnapshot, now: str) -> Json:
     return status
 
 
-def _generation(pod: Json) -> int | None:
+def _observe_generation(pod: Json) -> int | None:
     """Return the observed generation; that of a pod that has ended does not change."""
     old = pod.get("status") or {}
     ended = old.get("phase") in {"Succeeded", "Failed"}
@@ -192,7 +192,7 @@ def _end_of(view: ContainerSnapshot) -> Terminated | None:
     return view.last_termination if isinstance(view.state, Waiting) else None
 
 
-def _sidecars_pending(by_name: dict[str, ContainerSnapshot]) -> bool:
+def _are_sidecars_pending(by_name: dict[str, ContainerSnapshot]) -> bool:
     return any(
         v.kind is ContainerKind.SIDECAR
         and not v.started
@@ -202,7 +202,7 @@ def _sidecars_pending(by_name: dict[str, ContainerSnapshot]) -> bool:
     )
 
 
-def _status(view: ContainerSnapshot) -> Json:
+def _build_container_status(view: ContainerSnapshot) -> Json:
     status: Json = {
         "name": view.name,
         "image": view.image,
@@ -210,8 +210,8 @@ def _status(view: ContainerSnapshot) -> Json:
         "restartCount": view.restart_count,
         "ready": view.ready,
         "started": view.started,
-        "state": _state(view.state),
-        "lastState": {} if view.last_termination is None else _state(view.last_termination),
+        "state": _build_state(view.state),
+        "lastState": {} if view.last_termination is None else _build_state(view.last_termination),
     }
     if view.container_id:
         status["containerID"] = view.container_id
@@ -220,7 +220,7 @@ def _status(view: ContainerSnapshot) -> Json:
     return status
 
 
-def _state(state: State) -> Json:
+def _build_state(state: State) -> Json:
     match state:
         case Waiting(reason, message):
             return {"waiting": {"reason": reason, **({"message": message} if message else {})}}
@@ -240,13 +240,13 @@ def _state(state: State) -> Json:
             return {"terminated": body}
 
 
-def _conditions(view: PodSnapshot, chosen: str, now: str) -> list[Json]:
+def _build_conditions(view: PodSnapshot, chosen: str, now: str) -> list[Json]:
     pod = view.pod
-    generation = _generation(pod)
-    ready = _containers_ready(view, chosen)
+    generation = _observe_generation(pod)
+    ready = _are_containers_ready(view, chosen)
     conditions: list[tuple[str, str, str, str]] = [
         ("PodReadyToStartContainers", "True" if view.sandbox_ready else "False", "", ""),
-        ("Initialized", *_initialized(view, chosen)),
+        ("Initialized", *_are_init_containers_complete(view, chosen)),
         ("Ready", *ready),
         ("ContainersReady", *ready),
         ("PodScheduled", "True", "", ""),
@@ -269,7 +269,7 @@ def _conditions(view: PodSnapshot, chosen: str, now: str) -> list[Json]:
     return entries
 
 
-def _containers_ready(view: PodSnapshot, chosen: str) -> tuple[str, str, str]:
+def _are_containers_ready(view: PodSnapshot, chosen: str) -> tuple[str, str, str]:
     if chosen == "Succeeded":
         return "False", "PodCompleted", ""
     if chosen == "Failed":
@@ -280,7 +280,7 @@ def _containers_ready(view: PodSnapshot, chosen: str) -> tuple[str, str, str]:
     return "True", "", ""
 
 
-def _initialized(view: PodSnapshot, chosen: str) -> tuple[str, str, str]:
+def _are_init_containers_complete(view: PodSnapshot, chosen: str) -> tuple[str, str, str]:
     if chosen == "Succeeded":
         return "True", "PodCompleted", ""
     if any(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from trainium_contract.api_server.errors import ApiError, ConnectionFailedError
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_devcluster.node.api.client import Api
-from trainium_devcluster.node.api.objects import Json, name, namespace, uid
+from trainium_devcluster.node.api.objects import Json, get_name, get_namespace, get_uid
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0  # seconds between tries
@@ -54,24 +54,24 @@ class StatusWriter:
             await self._dirty.wait()
             self._dirty.clear()
             status = self.render(format_rfc3339(time.time()))
-            if self.deleted or _equal_ignoring_times(status, self._last):
+            if self.deleted or _are_equal_ignoring_times(status, self._last):
                 continue
             await self._write(status)
 
     async def _write(self, status: Json) -> None:
         pod = self.get_pod()
-        path = f"/api/v1/namespaces/{namespace(pod)}/pods/{name(pod)}/status"
+        path = f"/api/v1/namespaces/{get_namespace(pod)}/pods/{get_name(pod)}/status"
         pause = _FIRST_PAUSE
         while True:
             try:
-                answer = await self.api.patch(path, {"metadata": {"uid": uid(pod)}, "status": status})
+                answer = await self.api.patch(path, {"metadata": {"uid": get_uid(pod)}, "status": status})
             except ConnectionFailedError:
                 pass
             except ApiError as error:
                 if error.status in {_NOT_FOUND, _CONFLICT}:
                     self.deleted = True
                     return
-                _log.warning("status of pod %s/%s: %s", namespace(pod), name(pod), error)
+                _log.warning("status of pod %s/%s: %s", get_namespace(pod), get_name(pod), error)
                 if error.status == _INVALID:
                     return
             else:
@@ -83,10 +83,10 @@ class StatusWriter:
             status = self.render(format_rfc3339(time.time()))
 
 
-def _equal_ignoring_times(one: Json, other: Json | None) -> bool:
-    return other is not None and _without_times(one) == _without_times(other)
+def _are_equal_ignoring_times(one: Json, other: Json | None) -> bool:
+    return other is not None and _drop_times(one) == _drop_times(other)
 
 
-def _without_times(status: Json) -> Json:
+def _drop_times(status: Json) -> Json:
     conditions = [{k: v for k, v in c.items() if k != "lastTransitionTime"} for c in status.get("conditions") or []]
     return {**status, "conditions": conditions}

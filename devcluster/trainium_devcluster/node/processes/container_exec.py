@@ -30,7 +30,7 @@ class ExecResult:
     timed_out: bool = False
 
 
-def exec_command(process: Process, argv: Sequence[str], base: ContainerCommand) -> ContainerCommand:
+def build_exec_command(process: Process, argv: Sequence[str], base: ContainerCommand) -> ContainerCommand:
     """Return a command that joins the container of `process`, which was started with `base`."""
     return replace(base, argv=tuple(argv), join=process.pid, mounts=())
 
@@ -40,7 +40,7 @@ async def run(process: Process, argv: Sequence[str], base: ContainerCommand, tim
     read, write = os.pipe()
     null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        started = process.launcher.start(exec_command(process, argv, base), null, write, write)
+        started = process.launcher.start(build_exec_command(process, argv, base), null, write, write)
     finally:
         os.close(null)
         os.close(write)

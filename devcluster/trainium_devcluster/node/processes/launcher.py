@@ -141,7 +141,7 @@ def _fork_container(
     """Fork twice; return the inner process's id and the pipe that lets it continue."""
     join = [
         os.open(f"/proc/{command.join}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
-        for kind in _namespaces_to_join(command, isolation)
+        for kind in _select_namespaces(command, isolation)
     ]
     go_read, go_write = os.pipe()
     pid_read, pid_write = os.pipe()
@@ -170,7 +170,7 @@ def _fork_container(
     return int(text), go_write
 
 
-def _namespaces_to_join(command: ContainerCommand, isolation: Isolation) -> tuple[str, ...]:
+def _select_namespaces(command: ContainerCommand, isolation: Isolation) -> tuple[str, ...]:
     if command.join is None:
         return ()
     return ("mnt", "uts", "pid") if isolation.pid_namespace else ("mnt", "uts")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
-def program_folders(bin_folder: Path, search_path: Sequence[str] = sys.path) -> tuple[str, ...]:
+def find_program_folders(bin_folder: Path, search_path: Sequence[str] = sys.path) -> tuple[str, ...]:
     """Return the outermost folders that contain the programs of `bin_folder` and their modules."""
     folders = {bin_folder.absolute().parent}
     interpreter = bin_folder / "python"
@@ -68,7 +68,7 @@ def create_agent_image(folder: Path, bin_folder: Path) -> None:
     (folder / "pyvenv.cfg").write_text(f"home = {python.parent}\ninclude-system-site-packages = false\n")
 
 
-def agent_mounts(image: str, folder: Path) -> tuple[Mount, ...]:
+def build_agent_mounts(image: str, folder: Path) -> tuple[Mount, ...]:
     """Return the mounts of the agent for a container of its image; none for other images."""
     name = image.rpartition("/")[2].partition("@")[0].partition(":")[0]
     return (Mount(str(folder), AGENT_MOUNT, read_only=True),) if name == AGENT_IMAGE else ()

@@ -54,7 +54,7 @@ def build(command: ContainerCommand, isolation: Isolation) -> None:
     os.makedirs(root, exist_ok=True)
     sc.mount("tmpfs", root, "tmpfs", options="mode=755,size=64m")
     layout = _Layout(command, isolation.namespaces is Namespaces.USER)
-    submounts = [path for path in _submounts() if not path.startswith(command.hidden + "/")]
+    submounts = [path for path in _list_submounts() if not path.startswith(command.hidden + "/")]
     for name in sorted(os.listdir("/")):
         if name not in _CREATED_TOP_LEVEL:
             _mount_top_level(root, name, submounts, layout)
@@ -97,7 +97,7 @@ def _mount_top_level(root: str, name: str, submounts: list[str], layout: _Layout
         return
     os.mkdir(target)
     below = [path for path in submounts if path.startswith(source + "/")]
-    if len(below) <= _MAX_SUBMOUNTS and _overlay(layout, source, target, name):
+    if len(below) <= _MAX_SUBMOUNTS and _mount_overlay(layout, source, target, name):
         layout.writable.append(source)
         for path in below:
             _mount_submount(root, path, layout)
@@ -114,7 +114,7 @@ def _mount_submount(root: str, path: str, layout: _Layout) -> None:
     layout.shared.append(path)
 
 
-def _overlay(layout: _Layout, source: str, target: str, name: str, old_root: str = "") -> bool:
+def _mount_overlay(layout: _Layout, source: str, target: str, name: str, old_root: str = "") -> bool:
     """Mount `source` at `target` with a writable layer in the scratch directory; return False if the kernel refuses."""
     upper, work = (os.path.join(old_root + layout.command.scratch, kind, name) for kind in ("upper", "work"))
     for folder in (upper, work):
@@ -175,7 +175,7 @@ def _ensure_target(target: str, directory: bool, layout: _Layout) -> None:
         parent = os.path.dirname(parent)
     if layout.is_on_machine(parent):
         name = "graft-" + parent.strip("/").replace("/", "-")
-        if not _overlay(layout, parent, parent, name, _OLD):
+        if not _mount_overlay(layout, parent, parent, name, _OLD):
             _graft(parent)
         layout.writable.append(parent)
     os.makedirs(target if directory else os.path.dirname(target), exist_ok=True)
@@ -203,7 +203,7 @@ def _touch(path: str) -> None:
     os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
 
 
-def _submounts() -> list[str]:
+def _list_submounts() -> list[str]:
     """Return the machine's mount points, only the outermost below each top-level directory."""
     paths: list[str] = []
     with open("/proc/self/mountinfo", encoding="utf-8") as file:

@@ -55,7 +55,7 @@ async def serve(
         await asyncio.wait(pumps, timeout=_DRAIN_SECONDS)
         with contextlib.suppress(ConnectionError):
             error = process.running.exception() if process.running.done() else None
-            await socket.send_bytes(bytes([_ERROR]) + json.dumps(_result(ended, error)).encode())
+            await socket.send_bytes(bytes([_ERROR]) + json.dumps(_build_result(ended, error)).encode())
     finally:
         process.signal(signal.SIGKILL)
         for task in (*pumps, feeder):
@@ -104,7 +104,7 @@ def _write_all(fd: int, data: bytes) -> None:
             data = data[os.write(fd, data) :]
 
 
-def _result(ended: ExitStatus, error: BaseException | None) -> Json:
+def _build_result(ended: ExitStatus, error: BaseException | None) -> Json:
     if isinstance(error, LaunchError):
         return {"metadata": {}, "status": "Failure", "reason": "InternalError", "message": str(error), "code": 500}
     if ended.code == 0:

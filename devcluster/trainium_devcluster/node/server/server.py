@@ -25,14 +25,14 @@ class NodeServer:
     def __init__(self, find_pod: FindPod) -> None:
         self._find = find_pod
         self.app = web.Application()
-        self.app.router.add_get("/healthz", self._healthz)
-        self.app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
+        self.app.router.add_get("/healthz", self._serve_healthz)
+        self.app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._serve_logs)
         for path in ("/exec/{namespace}/{pod}/{container}", "/exec/{namespace}/{pod}/{uid}/{container}"):
-            self.app.router.add_route("*", path, self._exec)
+            self.app.router.add_route("*", path, self._serve_exec)
         for name in ("attach", "portForward", "run"):
             self.app.router.add_route("*", f"/{name}/{{tail:.*}}", self._refuse)
 
-    async def _healthz(self, _: web.Request) -> web.Response:
+    async def _serve_healthz(self, _: web.Request) -> web.Response:
         return web.Response(text="ok")
 
     async def _refuse(self, request: web.Request) -> web.Response:
@@ -42,16 +42,16 @@ class NodeServer:
             "so connect to the pod's IP directly, and use `kubectl exec` or `kubectl logs`"
         )
 
-    def _container(self, request: web.Request) -> Container:
+    def _find_container(self, request: web.Request) -> Container:
         info = request.match_info
         runner = self._find(info["namespace"], info["pod"])
-        container = None if runner is None else runner.container(info["container"])
+        container = None if runner is None else runner.find_container(info["container"])
         if container is None:
             raise web.HTTPNotFound(text=f'container "{info["container"]}" of pod "{info["pod"]}" is not on this node')
         return container
 
-    async def _logs(self, request: web.Request) -> web.StreamResponse:
-        container = self._container(request)
+    async def _serve_logs(self, request: web.Request) -> web.StreamResponse:
+        container = self._find_container(request)
         previous = request.query.get("previous", "").lower() == "true"
         path = container.log_path(previous=previous)
         if path is None:
@@ -73,12 +73,12 @@ class NodeServer:
         await response.write_eof()
         return response
 
-    async def _exec(self, request: web.Request) -> web.StreamResponse:
-        container = self._container(request)
+    async def _serve_exec(self, request: web.Request) -> web.StreamResponse:
+        container = self._find_container(request)
         if request.headers.get("Upgrade", "").lower() != "websocket":
             raise web.HTTPBadRequest(text="exec speaks WebSocket only; use a kubectl and API server of 1.36 or newer")
         argv = request.query.getall("command", [])
-        command = container.exec_command(argv)
+        command = container.build_exec_command(argv)
         if not argv or command is None:
             raise web.HTTPBadRequest(text=f"container {container.name} is not running, or no command was given")
         if request.query.get("tty") in {"1", "true"}:

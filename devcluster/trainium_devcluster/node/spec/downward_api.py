@@ -26,7 +26,7 @@ class PodFacts:
     host_ip: str
 
 
-def field_value(facts: PodFacts, path: str) -> str:
+def resolve_field(facts: PodFacts, path: str) -> str:
     """Return the text for a fieldRef.
 
     Raises:

@@ -9,7 +9,7 @@ Guarantees:
 import re
 from collections.abc import Callable, Mapping
 
-from trainium_devcluster.node.api.objects import Json, name, namespace
+from trainium_devcluster.node.api.objects import Json, get_name, get_namespace
 from trainium_devcluster.node.spec import downward_api
 from trainium_devcluster.node.spec.config_data import decode_data
 
@@ -56,12 +56,12 @@ def build_environment(container: Json, facts: downward_api.PodFacts, lookup: Loo
     """
     env: dict[str, str] = {}
     for source in container.get("envFrom") or []:
-        env.update(_env_from(source, facts.pod, lookup))
+        env.update(_resolve_env_from(source, facts.pod, lookup))
     for variable in container.get("env") or []:
         if "valueFrom" not in variable:
             env[variable["name"]] = expand(variable.get("value", ""), env)
             continue
-        value = _value_from(variable["valueFrom"], facts, lookup)
+        value = _resolve_value_from(variable["valueFrom"], facts, lookup)
         if value is not None:
             env[variable["name"]] = value
     return env
@@ -72,7 +72,7 @@ def expand_command(container: Json, env: Mapping[str, str]) -> list[str]:
     return [expand(part, env) for part in [*(container.get("command") or []), *(container.get("args") or [])]]
 
 
-def _env_from(source: Json, pod: Json, lookup: Lookup) -> dict[str, str]:
+def _resolve_env_from(source: Json, pod: Json, lookup: Lookup) -> dict[str, str]:
     for key, plural, kind in (("configMapRef", "configmaps", "configmap"), ("secretRef", "secrets", "secret")):
         if key not in source:
             continue
@@ -84,22 +84,22 @@ def _env_from(source: Json, pod: Json, lookup: Lookup) -> dict[str, str]:
             raise ConfigError(f'{kind} "{reference.get("name", "")}" not found')
         prefix = source.get("prefix", "")
         return {prefix + k: v.decode(errors="replace") for k, v in decode_data(data_object, plural).items()}
-    raise ConfigError(f"envFrom of pod {namespace(pod)}/{name(pod)} has neither configMapRef nor secretRef")
+    raise ConfigError(f"envFrom of pod {get_namespace(pod)}/{get_name(pod)} has neither configMapRef nor secretRef")
 
 
-def _value_from(source: Json, facts: downward_api.PodFacts, lookup: Lookup) -> str | None:
+def _resolve_value_from(source: Json, facts: downward_api.PodFacts, lookup: Lookup) -> str | None:
     try:
         if "fieldRef" in source:
-            return downward_api.field_value(facts, source["fieldRef"]["fieldPath"])
+            return downward_api.resolve_field(facts, source["fieldRef"]["fieldPath"])
     except downward_api.UnknownFieldError as error:
         raise ConfigError(str(error)) from error
     for key, plural, kind in (("configMapKeyRef", "configmaps", "configmap"), ("secretKeyRef", "secrets", "secret")):
         if key in source:
-            return _key_value(source[key], plural, kind, facts.pod, lookup)
+            return _read_key(source[key], plural, kind, facts.pod, lookup)
     raise ConfigError(f"valueFrom has none of fieldRef, configMapKeyRef, secretKeyRef: {sorted(source)}")
 
 
-def _key_value(reference: Json, plural: str, kind: str, pod: Json, lookup: Lookup) -> str | None:
+def _read_key(reference: Json, plural: str, kind: str, pod: Json, lookup: Lookup) -> str | None:
     object_name, optional = reference.get("name", ""), bool(reference.get("optional"))
     data_object = lookup(plural, object_name)
     if data_object is None:
@@ -110,5 +110,5 @@ def _key_value(reference: Json, plural: str, kind: str, pod: Json, lookup: Looku
     if reference["key"] not in values:
         if optional:
             return None
-        raise ConfigError(f"couldn't find key {reference['key']} in {kind} {namespace(pod)}/{object_name}")
+        raise ConfigError(f"couldn't find key {reference['key']} in {kind} {get_namespace(pod)}/{object_name}")
     return values[reference["key"]].decode(errors="replace")

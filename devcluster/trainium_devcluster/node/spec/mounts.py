@@ -16,7 +16,7 @@ from trainium_devcluster.node.spec.environment import ConfigError
 DEFAULT_TERMINATION_LOG = "/dev/termination-log"
 
 
-def volume_mounts(container: Json, volumes: dict[str, Path]) -> list[Mount]:
+def build_volume_mounts(container: Json, volumes: dict[str, Path]) -> list[Mount]:
     """Return the volume mounts of a container.
 
     Raises:
@@ -30,14 +30,14 @@ def volume_mounts(container: Json, volumes: dict[str, Path]) -> list[Mount]:
             )
         source = volumes[mount["name"]]
         if sub := mount.get("subPath"):
-            source = _sub_path(source, sub)
+            source = _resolve_sub_path(source, sub)
         mounts.append(
             Mount(os.path.realpath(source), os.path.normpath(mount["mountPath"]), bool(mount.get("readOnly")))
         )
     return mounts
 
 
-def _sub_path(volume: Path, sub: str) -> Path:
+def _resolve_sub_path(volume: Path, sub: str) -> Path:
     if Path(sub).is_absolute() or ".." in Path(sub).parts:
         raise ConfigError(f"subPath {sub!r} must be relative and without '..'")
     source = volume / sub
@@ -48,7 +48,7 @@ def _sub_path(volume: Path, sub: str) -> Path:
     return source
 
 
-def node_files(container: Json, pod_folder: Path, termination_log: Path, occupied: set[str]) -> list[Mount]:
+def build_node_files(container: Json, pod_folder: Path, termination_log: Path, occupied: set[str]) -> list[Mount]:
     """Return the files that every container gets from its node, unless a volume is mounted at the same path."""
     mounts = {
         "/etc/hosts": pod_folder / "hosts",

@@ -13,7 +13,7 @@ from pathlib import Path
 from trainium_contract.api_server.errors import ApiError, ConnectionFailedError
 from trainium_devcluster.controlplane.bootstrap import PROVISIONER
 from trainium_devcluster.node.api.client import Api
-from trainium_devcluster.node.api.objects import Json, name, namespace, uid
+from trainium_devcluster.node.api.objects import Json, get_name, get_namespace, get_uid
 from trainium_devcluster.node.api.reflector import Reflector
 from trainium_devcluster.processes.cleanup import remove_tree
 
@@ -90,7 +90,7 @@ class Provisioner:
     def _should_provision(self, claim: Json) -> bool:
         annotations = claim["metadata"].get("annotations") or {}
         storage_class = claim["spec"].get("storageClassName")
-        served = {name(c) for c in self._classes.objects.values() if c.get("provisioner") == PROVISIONER}
+        served = {get_name(c) for c in self._classes.objects.values() if c.get("provisioner") == PROVISIONER}
         return (
             annotations.get(_SELECTED_NODE) == self._node
             and storage_class in served
@@ -98,7 +98,7 @@ class Provisioner:
         )
 
     async def _provision(self, claim: Json) -> None:
-        volume_name = f"pvc-{uid(claim)}"
+        volume_name = f"pvc-{get_uid(claim)}"
         path = self._folder / volume_name
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o777)
@@ -112,9 +112,9 @@ class Provisioner:
                 "claimRef": {
                     "apiVersion": "v1",
                     "kind": "PersistentVolumeClaim",
-                    "name": name(claim),
-                    "namespace": namespace(claim),
-                    "uid": uid(claim),
+                    "name": get_name(claim),
+                    "namespace": get_namespace(claim),
+                    "uid": get_uid(claim),
                 },
                 "hostPath": {"path": str(path), "type": "Directory"},
                 "persistentVolumeReclaimPolicy": "Delete",
@@ -138,4 +138,4 @@ class Provisioner:
             and volume["spec"]["persistentVolumeReclaimPolicy"] == "Delete"
         ):
             remove_tree(path)
-            await self._api.delete(f"/api/v1/persistentvolumes/{name(volume)}", {})
+            await self._api.delete(f"/api/v1/persistentvolumes/{get_name(volume)}", {})

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.node.api.client import Api
-from trainium_devcluster.node.api.objects import Json, name, namespace, parse_time, uid
+from trainium_devcluster.node.api.objects import Json, get_name, get_namespace, get_uid, parse_time
 
 _RENEW_SHARE = 0.8
 _MAX_AGE = 24 * 3600.0  # seconds
@@ -62,12 +62,17 @@ class TokenSource:
             "spec": {
                 "audiences": [audience] if audience else [],
                 "expirationSeconds": self.source.get("expirationSeconds") or _DEFAULT_LIFE,
-                "boundObjectRef": {"apiVersion": "v1", "kind": "Pod", "name": name(self.pod), "uid": uid(self.pod)},
+                "boundObjectRef": {
+                    "apiVersion": "v1",
+                    "kind": "Pod",
+                    "name": get_name(self.pod),
+                    "uid": get_uid(self.pod),
+                },
             },
         }
         asked = time.time()
         answer = await self.api.create(
-            f"/api/v1/namespaces/{namespace(self.pod)}/serviceaccounts/{account}/token", body
+            f"/api/v1/namespaces/{get_namespace(self.pod)}/serviceaccounts/{account}/token", body
         )
         life = parse_time(answer["status"]["expirationTimestamp"]) - asked
         self._token = answer["status"]["token"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.node.api import quantities
 from trainium_devcluster.node.api.client import Api
-from trainium_devcluster.node.api.objects import Json, namespace, uid
+from trainium_devcluster.node.api.objects import Json, get_namespace, get_uid
 from trainium_devcluster.node.api.reflector import ObjectCache
 from trainium_devcluster.node.api.waiting import wait_for_event
 from trainium_devcluster.node.spec import config_data, downward_api
@@ -50,7 +50,7 @@ class PodVolumes:
     _tmpfs_mounts: list[Path] = field(default_factory=list)
     _refresher: asyncio.Task[None] | None = None
 
-    async def setup(self) -> None:
+    async def create(self) -> None:
         """Create every volume; may be called again after a failure.
 
         Raises:
@@ -75,7 +75,7 @@ class PodVolumes:
         """Remove all volumes; the containers have ended."""
         if self._refresher is not None:
             self._refresher.cancel()
-        self.cache.release(uid(self._pod))
+        self.cache.release(get_uid(self._pod))
         for path in self._tmpfs_mounts:
             with contextlib.suppress(OSError):
                 sc.unmount(str(path))
@@ -94,9 +94,9 @@ class PodVolumes:
         if "persistentVolumeClaim" in volume:
             claim = volume["persistentVolumeClaim"]["claimName"]
             return check_host_path(
-                await persistent_volume_claims.resolve_host_path(self.api, namespace(self._pod), claim)
+                await persistent_volume_claims.resolve_host_path(self.api, get_namespace(self._pod), claim)
             )
-        atomic_writer.write(path, await self._files(volume))
+        atomic_writer.write(path, await self._read_files(volume))
         return path
 
     def _create_empty_dir(self, path: Path, source: Json) -> Path:
@@ -116,10 +116,10 @@ class PodVolumes:
         sc.mount("tmpfs", str(path), "tmpfs", options=f"mode={mode:o},size={size}")
         self._tmpfs_mounts.append(path)
 
-    async def _files(self, volume: Json) -> dict[str, ProjectedFile]:
+    async def _read_files(self, volume: Json) -> dict[str, ProjectedFile]:
         if "projected" in volume:
             projected = volume["projected"]
-            mode = _default_mode(projected)
+            mode = _read_default_mode(projected)
             files: dict[str, ProjectedFile] = {}
             for source in projected.get("sources") or []:
                 files |= await self._read_source(source, mode, volume["name"])
@@ -129,7 +129,7 @@ class PodVolumes:
                 source = volume[key]
                 if key == "secret":
                     source = {**source, "name": source["secretName"]}
-                return await self._read_source({key: source}, _default_mode(source), volume["name"])
+                return await self._read_source({key: source}, _read_default_mode(source), volume["name"])
         raise VolumeError(f"volume {volume['name']} is of a kind that this node does not have")
 
     async def _read_source(self, source: Json, mode: int, volume: str) -> dict[str, ProjectedFile]:
@@ -141,9 +141,9 @@ class PodVolumes:
             if key in source:
                 reference = source[key]
                 object_name, optional = reference["name"], bool(reference.get("optional"))
-                pod_namespace = namespace(self._pod)
+                pod_namespace = get_namespace(self._pod)
                 data_object = await self.cache.acquire(
-                    plural, pod_namespace, object_name, uid(self._pod), self.changed.set
+                    plural, pod_namespace, object_name, get_uid(self._pod), self.changed.set
                 )
                 if data_object is None:
                     if optional:
@@ -174,7 +174,7 @@ class PodVolumes:
         for item in items:
             if "fieldRef" not in item:
                 raise VolumeError(f"resourceFieldRef of {item['path']} is not supported by the process node")
-            text = downward_api.field_value(facts, item["fieldRef"]["fieldPath"])
+            text = downward_api.resolve_field(facts, item["fieldRef"]["fieldPath"])
             files[item["path"]] = ProjectedFile(text.encode(), item.get("mode") or mode)
         return files
 
@@ -188,7 +188,7 @@ class PodVolumes:
                 if not {"projected", "configMap", "secret", "downwardAPI"} & volume.keys():
                     continue
                 try:
-                    atomic_writer.write(self.paths[volume["name"]], await self._files(volume))
+                    atomic_writer.write(self.paths[volume["name"]], await self._read_files(volume))
                 except (VolumeError, ApiError, OSError, config_data.MissingKeyError) as error:
                     _log.warning("volume %s keeps its old content: %s", volume["name"], error)
                     for token in self._tokens.values():
@@ -212,6 +212,6 @@ def check_host_path(source: Json) -> Path:
     return path
 
 
-def _default_mode(source: Json) -> int:
+def _read_default_mode(source: Json) -> int:
     value = source.get("defaultMode")
     return config_data.DEFAULT_MODE if value is None else int(value)

@@ -10,12 +10,12 @@ from trainium_agent.checks.pairing import (
     Group,
     WaveResults,
     count_unexplained,
-    disconnected_nodes,
-    first_wave,
-    next_wave,
+    find_disconnected_nodes,
+    find_slowest_link,
+    find_unhealthy_nodes,
+    pair_neighbours,
+    plan_next_wave,
     should_test_pairs,
-    slowest_link,
-    unhealthy_nodes,
 )
 from trainium_agent.exits.restart_policy import GenerationState, decide_restart
 from trainium_contract.faults.causes import Cause
@@ -25,7 +25,7 @@ from trainium_contract.wire.check_tasks import PairingResult
 def run_waves(nodes: int, bad: set[int], *, slow: bool = False, links: tuple[Group, ...] = ()) -> list[WaveResults]:
     """Run all waves of a test in which exchanges with a bad node or over a bad link fail, or are slow."""
     results: list[WaveResults] = []
-    while (wave := next_wave(nodes, results)) is not None:
+    while (wave := plan_next_wave(nodes, results)) is not None:
         busy = [node for group in wave for node in group]
         assert len(busy) == len(set(busy)), "a node is in one exchange at a time"
         outcomes = {}
@@ -42,9 +42,9 @@ def run_waves(nodes: int, bad: set[int], *, slow: bool = False, links: tuple[Gro
 def test_exactly_the_bad_nodes_are_found(data: st.DataObject) -> None:
     nodes = data.draw(st.integers(3, 40) | st.sampled_from((128, 1000)))
     bad = data.draw(st.sets(st.integers(0, nodes - 1), max_size=nodes))
-    healthy_pair = any(not bad & set(group) for group in first_wave(nodes))
+    healthy_pair = any(not bad & set(group) for group in pair_neighbours(nodes))
     results = run_waves(nodes, bad)
-    blamed = disconnected_nodes(results)
+    blamed = find_disconnected_nodes(results)
     assert blamed <= bad, "no healthy node is blamed"
     if healthy_pair:
         assert blamed == bad
@@ -56,7 +56,7 @@ def test_exactly_the_bad_nodes_are_found(data: st.DataObject) -> None:
 def test_one_bad_node_of_a_few_is_found_in_four_rounds(nodes: int, number: int) -> None:
     bad = {number % nodes}
     results = run_waves(nodes, bad)
-    assert disconnected_nodes(results) == bad
+    assert find_disconnected_nodes(results) == bad
     assert len(results) <= 4
 
 
@@ -71,13 +71,13 @@ def test_one_bad_node_of_a_few_is_found_in_four_rounds(nodes: int, number: int) 
     ],
 )
 def test_only_a_node_with_healthy_peers_is_blamed(results: list[WaveResults], blamed: set[int]) -> None:
-    assert disconnected_nodes(results) == blamed
+    assert find_disconnected_nodes(results) == blamed
 
 
 def run_bandwidth_waves(nodes: int, gigabits: dict[int, float], minimum: float) -> list[WaveResults]:
     """Run all waves of a bandwidth test; an exchange has the bandwidth of its slowest node."""
     results: list[WaveResults] = []
-    while (wave := next_wave(nodes, results, minimum)) is not None:
+    while (wave := plan_next_wave(nodes, results, minimum)) is not None:
         outcomes = {
             node: PairingResult(passed=True, seconds=0.1, gigabits=min(gigabits.get(member, 100.0) for member in group))
             for group in wave for node in group
@@ -90,37 +90,37 @@ def run_bandwidth_waves(nodes: int, gigabits: dict[int, float], minimum: float) 
 @pytest.mark.parametrize("nodes", [3, 4, 9, 64])
 def test_a_node_below_the_bandwidth_is_found_and_its_link_is_the_slowest(nodes: int) -> None:
     results = run_bandwidth_waves(nodes, {1: 3.0}, 10.0)
-    assert disconnected_nodes(results, 10.0) == {1}
-    slowest = slowest_link(results)
+    assert find_disconnected_nodes(results, 10.0) == {1}
+    slowest = find_slowest_link(results)
     assert slowest is not None
     assert 1 in slowest[0]
     assert slowest[1] == 3.0
     assert len(run_bandwidth_waves(nodes, {1: 3.0}, 0.0)) == 1, "without a bound the figures are recorded"
-    assert disconnected_nodes(run_bandwidth_waves(nodes, {1: 3.0}, 0.0), 0.0) == frozenset()
+    assert find_disconnected_nodes(run_bandwidth_waves(nodes, {1: 3.0}, 0.0), 0.0) == frozenset()
 
 
 def test_neither_of_two_nodes_is_blamed_and_unmeasured_links_are_left_out() -> None:
     results = run_bandwidth_waves(2, {1: 3.0}, 10.0)
-    assert disconnected_nodes(results, 10.0) == frozenset()
-    assert slowest_link(results) == ((0, 1), 3.0)
-    assert slowest_link(run_waves(4, {2})) is None
+    assert find_disconnected_nodes(results, 10.0) == frozenset()
+    assert find_slowest_link(results) == ((0, 1), 3.0)
+    assert find_slowest_link(run_waves(4, {2})) is None
 
 
 def test_a_node_that_reports_nothing_failed() -> None:
     first = WaveResults(
         ((0, 1), (2, 3)), {0: PairingResult(passed=True), 1: PairingResult(passed=True), 2: PairingResult(passed=True)}
     )
-    assert next_wave(4, [first]) == ((0, 2), (1, 3))
+    assert plan_next_wave(4, [first]) == ((0, 2), (1, 3))
 
 
 def test_a_node_with_wrong_numbers_is_unhealthy_after_one_exchange() -> None:
     wrong = {0: PairingResult(passed=True), 1: PairingResult(passed=True, healthy=False)}
-    assert unhealthy_nodes([WaveResults(((0, 1),), wrong)]) == {1}
+    assert find_unhealthy_nodes([WaveResults(((0, 1),), wrong)]) == {1}
 
 
 @given(st.integers(2, 200))
 def test_every_node_has_a_partner_in_the_first_round(nodes: int) -> None:
-    wave = first_wave(nodes)
+    wave = pair_neighbours(nodes)
     assert sorted(node for group in wave for node in group) == list(range(nodes))
     assert {len(group) for group in wave} <= {2, 3}
 

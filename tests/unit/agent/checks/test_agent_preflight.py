@@ -22,7 +22,7 @@ from trainium_agent.checks.node_checks import NodeChecks
 from trainium_agent.checks.preflight import explain_version_mismatch, read_driver_version, read_runtime_version
 from trainium_agent.ranks.standby import StartRequest, is_readable
 from trainium_agent.ranks.standby_manager import StandbyLostError
-from trainium_agent.settings import QUICK_CHECKS, AgentSettings, settings_from
+from trainium_agent.settings import QUICK_CHECKS, AgentSettings, parse_settings
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.check_tasks import NodeTask
@@ -35,18 +35,18 @@ from trainium_trainer.checks.pair_test import has_exact_product
 def build_settings(tmp_path: Path, **changes: Any) -> AgentSettings:
     variables = {"TRAINIUM_NODE_NAME": "node-3", **{key: value for key, value in changes.items() if key.isupper()}}
     return replace(
-        settings_from(environment(tmp_path, **variables)),
+        parse_settings(environment(tmp_path, **variables)),
         **{key: value for key, value in changes.items() if not key.isupper()},
     )
 
 
 def quick_check_results(agent_settings: AgentSettings) -> dict[str, bool]:
-    findings = preflight.preflight(agent_settings)
+    findings = preflight.run_preflight(agent_settings)
     return {result.check.value: result.passed for result in preflight.check_results(agent_settings, findings, 0.01)}
 
 
 def fatal_findings(agent_settings: AgentSettings, devices: Path = Path("/dev")) -> list[preflight.PreflightFinding]:
-    return [finding for finding in preflight.preflight(agent_settings, devices) if finding.code is not None]
+    return [finding for finding in preflight.run_preflight(agent_settings, devices) if finding.code is not None]
 
 
 def test_the_environment_selects_the_checks(tmp_path: Path) -> None:
@@ -68,7 +68,9 @@ def test_a_healthy_pod_passes_every_quick_check(tmp_path: Path) -> None:
 def test_a_check_that_is_not_selected_does_not_run(tmp_path: Path) -> None:
     agent_settings = build_settings(tmp_path, TRAINIUM_PREFLIGHT="Memory", TRAINIUM_NEURON_DEVICES="99")
     assert quick_check_results(agent_settings) == {"Memory": True}
-    assert not [finding for finding in preflight.preflight(agent_settings) if finding.check is PreflightCheck.DEVICES]
+    assert not [
+        finding for finding in preflight.run_preflight(agent_settings) if finding.check is PreflightCheck.DEVICES
+    ]
 
 
 def test_a_healthy_pod_has_no_fatal_finding(tmp_path: Path) -> None:
@@ -104,14 +106,16 @@ def test_missing_devices_are_a_device_fault(tmp_path: Path) -> None:
 
 
 def test_an_unresolvable_coordinator_is_a_warning(tmp_path: Path) -> None:
-    findings = preflight.preflight(build_settings(tmp_path, TRAINIUM_COORDINATOR="no-such-host.invalid:1"))
+    findings = preflight.run_preflight(build_settings(tmp_path, TRAINIUM_COORDINATOR="no-such-host.invalid:1"))
     assert [finding.code for finding in findings if "no-such-host" in finding.sentence] == [None]
 
 
 def test_a_read_only_scratch_folder_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     agent_settings = build_settings(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file" / "cache"))
-    (finding,) = [finding for finding in preflight.preflight(agent_settings) if finding.check is PreflightCheck.DISK]
+    (finding,) = [
+        finding for finding in preflight.run_preflight(agent_settings) if finding.check is PreflightCheck.DISK
+    ]
     assert finding.code is None
     assert "not writable" in finding.sentence
     assert quick_check_results(agent_settings)["Disk"] is False

@@ -36,7 +36,7 @@ class FakeWorkload:
     def read(self, path: Path) -> ProgressReading | None:
         return None if self.progress is None else ProgressReading(self.progress, None)
 
-    def newest(self, files: list[Path]) -> tuple[SimpleNamespace, Path] | None:
+    def read_newest(self, files: list[Path]) -> tuple[SimpleNamespace, Path] | None:
         return None if self.progress is None else (self.progress, files[0])
 
     def set_progress(
@@ -85,46 +85,46 @@ def report(ranks: FakeWorkload, tmp_path: Path) -> PodReport:
 
 def test_a_pod_is_training_once_its_first_rank_is(report: PodReport, ranks: FakeWorkload) -> None:
     ranks.set_progress(0, phase="LOADING")
-    assert report.heartbeat().phase is WorkerPhase.LOADING
+    assert report.build_heartbeat().phase is WorkerPhase.LOADING
     ranks.set_progress(0)
-    assert report.heartbeat().phase is WorkerPhase.TRAINING
+    assert report.build_heartbeat().phase is WorkerPhase.TRAINING
 
 
 def test_infinite_and_nan_figures_are_left_out(report: PodReport, ranks: FakeWorkload) -> None:
     ranks.set_progress(3)
-    progress = report.heartbeat().progress
+    progress = report.build_heartbeat().progress
     assert (progress.step, progress.loss, progress.tokens_per_second) == (3, None, None)
     assert {getattr(progress, name) for name in SHOWN} == {12.5}, "figures of the record by name"
 
 
 def test_a_restart_has_resumed_with_the_first_new_step(report: PodReport, ranks: FakeWorkload) -> None:
     ranks.set_progress(10)
-    report.heartbeat()
+    report.build_heartbeat()
     report.record_restart(1, 1, Cause.CRASH, 999.0)
-    assert report.heartbeat().restarts[0].resumed_at is None
+    assert report.build_heartbeat().restarts[0].resumed_at is None
     assert report.recovering
     report.set_phase(WorkerPhase.LOADING, attempt=1)
     ranks.set_progress(9, attempt=1, resume=8)
-    assert report.heartbeat().restarts[0].resumed_at is None
-    assert report.heartbeat().restarts[0].resume_step == 8
+    assert report.build_heartbeat().restarts[0].resumed_at is None
+    assert report.build_heartbeat().restarts[0].resume_step == 8
     ranks.set_progress(11, attempt=1, resume=8)
-    restart = report.heartbeat().restarts[0]
+    restart = report.build_heartbeat().restarts[0]
     assert (restart.step_before, restart.resume_step, restart.resumed_at) == (10, 8, 1011.0)
     assert not report.recovering
 
 
 def test_a_restart_after_the_last_step_has_resumed_in_its_stage(report: PodReport, ranks: FakeWorkload) -> None:
     ranks.set_progress(100, stage=RunStage.EXPORT, stage_progress=0.5)
-    report.heartbeat()
+    report.build_heartbeat()
     report.record_restart(1, 1, Cause.CRASH, 1999.0)
     report.set_phase(WorkerPhase.LOADING, attempt=1)
     ranks.set_progress(98, attempt=1, resume=98)
-    assert report.heartbeat().restarts[0].resumed_at is None, "two steps are done again"
+    assert report.build_heartbeat().restarts[0].resumed_at is None, "two steps are done again"
     ranks.set_progress(100, attempt=1, resume=98)
-    assert report.heartbeat().restarts[0].resumed_at is None, "no step is new, and the stage has not started"
+    assert report.build_heartbeat().restarts[0].resumed_at is None, "no step is new, and the stage has not started"
     assert report.recovering
     ranks.set_progress(100, attempt=1, resume=98, stage=RunStage.EXPORT)
-    restart = report.heartbeat().restarts[0]
+    restart = report.build_heartbeat().restarts[0]
     assert (restart.step_before, restart.resume_step, restart.resumed_at) == (100, 98, 2001.0)
     assert not report.recovering
 
@@ -150,7 +150,7 @@ def test_reached_progress_rises_through_the_stages_and_never_falls(report: PodRe
 
 def test_stage_total_and_results_are_reported(report: PodReport, ranks: FakeWorkload) -> None:
     ranks.set_progress(3)
-    progress = report.heartbeat().progress
+    progress = report.build_heartbeat().progress
     assert (progress.total_steps, progress.stage, progress.stage_progress) == (100, "Train", None)
     assert progress.training
     assert (progress.artifacts, progress.evaluation) == ((), ())
@@ -160,7 +160,7 @@ def test_stage_total_and_results_are_reported(report: PodReport, ranks: FakeWork
     writer.record_artifact(artifact)
     writer.record_evaluation(figures)
     ranks.set_progress(100, stage=RunStage.EVALUATE, stage_progress=0.5)
-    progress = report.heartbeat().progress
+    progress = report.build_heartbeat().progress
     assert (progress.stage, progress.stage_progress, progress.stage_since) == ("Evaluate", 0.5, 2000.0)
     assert (progress.artifacts, progress.evaluation, progress.training) == ((artifact,), figures, False)
     writer.close()
@@ -168,25 +168,25 @@ def test_stage_total_and_results_are_reported(report: PodReport, ranks: FakeWork
 
 def test_a_new_generation_keeps_only_the_step(report: PodReport, ranks: FakeWorkload) -> None:
     ranks.set_progress(10, resume=4)
-    assert report.heartbeat().progress.resume_step == 4
+    assert report.build_heartbeat().progress.resume_step == 4
     report.start_generation(2, WorkerPhase.JOINING)
-    progress = report.heartbeat().progress
+    progress = report.build_heartbeat().progress
     assert (progress.step, progress.resume_step, progress.productive_seconds) == (10, None, 0.0)
 
 
 def test_a_record_of_an_earlier_attempt_is_ignored(report: PodReport, ranks: FakeWorkload) -> None:
     ranks.set_progress(10)
-    report.heartbeat()
+    report.build_heartbeat()
     report.record_restart(1, 1, Cause.CRASH, 999.0)
     report.set_phase(WorkerPhase.LOADING, attempt=1)
-    assert report.heartbeat().phase is WorkerPhase.LOADING
-    assert report.heartbeat().progress.step == 10
+    assert report.build_heartbeat().phase is WorkerPhase.LOADING
+    assert report.build_heartbeat().progress.step == 10
 
 
 def test_failures_are_numbered_and_the_newest_eight_are_sent(report: PodReport) -> None:
     for _ in range(10):
         report.record_failure(1, ended_rank(1))
-    assert [failure.sequence for failure in report.heartbeat().failures] == list(range(2, 10))
+    assert [failure.sequence for failure in report.build_heartbeat().failures] == list(range(2, 10))
 
 
 @pytest.mark.parametrize(("claimed", "sent"), [(5, 5), (MAX_GENERATION + 1, 0), (2**62, 0), (-5, 0)])
@@ -196,13 +196,13 @@ def test_the_generation_that_owns_the_checkpoints_is_sent_with_the_failure_of_it
     ranks.set_progress(10)
     ranks.progress.newer_generation = claimed
     report.record_failure(1, ended_rank(76))
-    assert report.heartbeat().failures[0].newer_generation == sent
+    assert report.build_heartbeat().failures[0].newer_generation == sent
 
 
 def test_a_verdict_is_the_newest_failure_with_its_last_lines(report: PodReport) -> None:
     report.record_failure(1, ended_rank(64, output="first\nno such file\n"))
     report.set_verdict()
-    beat = report.heartbeat()
+    beat = report.build_heartbeat()
     assert beat.phase is WorkerPhase.FAILED
     assert (beat.verdict.exit_code, beat.verdict.rank) == (64, 3)
     assert beat.verdict.message == "no such file\nfirst"
@@ -212,17 +212,17 @@ def test_a_failure_is_reported_once_its_output_is_complete(report: PodReport) ->
     process = RankProcess(0, 3, 0, 12345, OutputTail("[rank 3] "))
     process.record_exit(1)
     report.record_failure(1, process)
-    assert not report.heartbeat().failures
+    assert not report.build_heartbeat().failures
     process.output.feed(b"the reason")
     process.output.close()
-    assert report.heartbeat().failures[0].message.endswith("the reason")
+    assert report.build_heartbeat().failures[0].message.endswith("the reason")
 
 
 def test_a_newer_generation_clears_the_verdict(report: PodReport) -> None:
     report.record_failure(1, ended_rank(64))
     report.set_verdict()
     report.start_generation(2, WorkerPhase.JOINING)
-    beat = report.heartbeat()
+    beat = report.build_heartbeat()
     assert beat.verdict is None
     assert beat.failures
 
@@ -237,7 +237,7 @@ def test_a_program_has_loaded_when_its_first_step_ends(
         monkeypatch.setattr("time.time", lambda now=now: now)
         ranks.set_progress(step)
         ranks.progress.updated = updated
-        progress = report.heartbeat().progress
+        progress = report.build_heartbeat().progress
         assert (progress.started, progress.loaded) == (1000.0, loaded)
 
 
@@ -251,20 +251,20 @@ def test_a_program_that_reports_that_it_compiles_has_loaded_before(
         monkeypatch.setattr("time.time", lambda now=now: now)
         ranks.set_progress(step)
         ranks.progress.stage, ranks.progress.stage_since, ranks.progress.updated = stage, now - 3, now
-        progress = report.heartbeat().progress
+        progress = report.build_heartbeat().progress
         assert (progress.started, progress.loaded) == (1000.0, loaded)
 
 
 def test_a_restart_has_its_own_times_of_start_and_load(report: PodReport, ranks: FakeWorkload) -> None:
     ranks.set_progress(5)
-    first = report.heartbeat().progress
+    first = report.build_heartbeat().progress
     assert 0 < first.started <= first.loaded
     report.record_restart(1, 1, Cause.CRASH, 1000.0)
-    waiting = report.heartbeat().progress
+    waiting = report.build_heartbeat().progress
     assert waiting is not None
     assert (waiting.started, waiting.loaded) == (0.0, 0.0)
     ranks.set_progress(5, attempt=1, phase="LOADING")
-    loading = report.heartbeat().progress
+    loading = report.build_heartbeat().progress
     assert loading is not None
     assert loading.started >= first.loaded
     assert loading.loaded == 0.0
@@ -272,12 +272,12 @@ def test_a_restart_has_its_own_times_of_start_and_load(report: PodReport, ranks:
 
 def test_the_newest_alert_of_each_kind_is_reported(report: PodReport, ranks: FakeWorkload) -> None:
     ranks.set_progress(3)
-    assert report.heartbeat().progress.alerts == ()
+    assert report.build_heartbeat().progress.alerts == ()
     writer = ProgressWriter(report.progress_files[0])
     for step in (1, 2):
         writer.write_alert("LossSpike", step, "s" * 5000)
     writer.write_alert("LossAlarm", 3, "It diverges.")
-    alerts = report.heartbeat().progress.alerts
+    alerts = report.build_heartbeat().progress.alerts
     assert [(alert.kind, alert.step, len(alert.message)) for alert in alerts] == [
         ("LossSpike", 2, 1024),
         ("LossAlarm", 3, 12),
@@ -289,11 +289,11 @@ def test_a_late_restart_of_an_old_generation_leaves_the_new_one_unchanged(report
     report.start_generation(2, WorkerPhase.JOINING)
     report.record_restart(1, 3, Cause.PEER_LOST, 900.0)
     report.set_phase(WorkerPhase.LOADING, generation=1, attempt=3)
-    reported = report.heartbeat()
+    reported = report.build_heartbeat()
     assert (reported.generation, reported.attempt, reported.phase) == (2, 0, WorkerPhase.JOINING)
     assert [(restart.generation, restart.attempt) for restart in reported.restarts] == [(1, 3)], "the ledger has it"
     report.set_phase(WorkerPhase.LOADING, generation=2, attempt=1)
-    assert (report.heartbeat().attempt, report.phase) == (1, WorkerPhase.LOADING)
+    assert (report.build_heartbeat().attempt, report.phase) == (1, WorkerPhase.LOADING)
 
 
 def test_a_late_verdict_of_an_old_generation_is_not_one_of_the_new(report: PodReport) -> None:
@@ -301,7 +301,7 @@ def test_a_late_verdict_of_an_old_generation_is_not_one_of_the_new(report: PodRe
     report.record_failure(1, process)
     report.start_generation(2, WorkerPhase.JOINING)
     report.set_verdict(process)
-    reported = report.heartbeat()
+    reported = report.build_heartbeat()
     assert (reported.phase, reported.verdict) == (WorkerPhase.JOINING, None)
     assert [failure.exit_code for failure in reported.failures] == [64]
 
@@ -310,21 +310,21 @@ def test_a_new_generation_waits_for_no_peers_of_the_old_one(report: PodReport) -
     report.set_phase(WorkerPhase.JOINING)
     report.set_waiting_for((0, 4))
     report.start_generation(2, WorkerPhase.JOINING)
-    assert report.heartbeat().waiting_for == ()
+    assert report.build_heartbeat().waiting_for == ()
 
 
 def test_the_start_of_a_newer_generation_has_the_last_step_that_no_heartbeat_reported(
     report: PodReport, ranks: FakeWorkload
 ) -> None:
     ranks.set_progress(28)
-    report.heartbeat()
+    report.build_heartbeat()
     ranks.set_progress(35)
     report.start_generation(2, WorkerPhase.JOINING)
     ranks.set_progress(41)  # the ranks end later than the report of the newer generation begins
     report.start_generation(2, WorkerPhase.JOINING)
     report.record_generation_start(Cause.NODE_LOST)
 
-    record = report.heartbeat().restarts[-1]
+    record = report.build_heartbeat().restarts[-1]
     assert (record.generation, record.attempt, record.step_before, record.failed_at) == (2, 0, 41, 1041.0)
     assert record.resumed_at is None
 
@@ -333,13 +333,13 @@ def test_a_restart_in_place_has_the_last_step_that_no_heartbeat_reported(
     report: PodReport, ranks: FakeWorkload
 ) -> None:
     ranks.set_progress(10)
-    report.heartbeat()
+    report.build_heartbeat()
     ranks.set_progress(17)
     report.record_restart(1, 1, Cause.CRASH, 999.0)
-    assert report.heartbeat().restarts[0].step_before == 17
+    assert report.build_heartbeat().restarts[0].step_before == 17
 
 
 def test_a_pod_that_has_never_trained_records_no_start(report: PodReport) -> None:
     report.start_generation(2, WorkerPhase.JOINING)
     report.record_generation_start(Cause.NODE_LOST)
-    assert report.heartbeat().restarts == ()
+    assert report.build_heartbeat().restarts == ()

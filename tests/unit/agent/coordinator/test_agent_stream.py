@@ -309,43 +309,43 @@ def connector() -> Connector:
 
 
 async def test_each_address_of_a_name_is_listed_once(resolver: FakeResolver, connector: Connector) -> None:
-    assert await connector.addresses() == [Address(NAME, "10.0.0.1", 8443), Address(NAME, "10.0.0.2", 8443)]
+    assert await connector.resolve_addresses() == [Address(NAME, "10.0.0.1", 8443), Address(NAME, "10.0.0.2", 8443)]
     assert resolver.lookups == 1
 
 
 async def test_a_name_that_does_not_resolve_is_an_error(resolver: FakeResolver, connector: Connector) -> None:
     resolver.answer = None
     with pytest.raises(CoordinatorUnavailableError, match=r"coordinator\.svc does not resolve"):
-        await connector.addresses()
+        await connector.resolve_addresses()
 
 
 async def test_an_invalid_name_is_an_error() -> None:
     connector = Connector(SimpleNamespace(coordinator=(Endpoint("." * 300, 8443),)))
     with pytest.raises(CoordinatorUnavailableError, match="does not resolve"):
-        await connector.addresses()
+        await connector.resolve_addresses()
 
 
 async def test_a_failed_lookup_returns_the_last_addresses(resolver: FakeResolver, connector: Connector) -> None:
-    before = await connector.addresses()
+    before = await connector.resolve_addresses()
     resolver.answer = None
-    assert await connector.addresses() == before
+    assert await connector.resolve_addresses() == before
     resolver.answer = ["10.0.0.3"]
-    assert [address.ip for address in await connector.addresses()] == ["10.0.0.3"]
+    assert [address.ip for address in await connector.resolve_addresses()] == ["10.0.0.3"]
 
 
 async def test_a_silent_name_server_leaves_the_known_addresses_and_one_pending_lookup(
     resolver: FakeResolver, connector: Connector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "LOOKUP_SECONDS", 0.01)
-    before = await connector.addresses()
+    before = await connector.resolve_addresses()
     resolver.answers.clear()
     resolver.answer = ["10.0.0.3"]
     for _ in range(3):
-        assert await connector.addresses() == before
+        assert await connector.resolve_addresses() == before
     assert resolver.lookups == 2
     monkeypatch.setattr(connection, "LOOKUP_SECONDS", 30)
     resolver.answers.set()
-    assert [address.ip for address in await connector.addresses()] == ["10.0.0.3"]
+    assert [address.ip for address in await connector.resolve_addresses()] == ["10.0.0.3"]
     assert resolver.lookups == 2
 
 
@@ -416,7 +416,7 @@ async def test_the_address_whose_stream_broke_is_tried_last(monkeypatch: pytest.
         raise CoordinatorUnavailableError("a heartbeat was not answered within 3 s")
 
     client = build_client()
-    monkeypatch.setattr(client, "_connector", SimpleNamespace(addresses=list_addresses))
+    monkeypatch.setattr(client, "_connector", SimpleNamespace(resolve_addresses=list_addresses))
     monkeypatch.setattr(client, "_open", open_stream)
     monkeypatch.setattr(client, "_serve", break_stream)
     monkeypatch.setattr("trainium_agent.coordinator.client.random.shuffle", lambda _addresses: None)

@@ -21,11 +21,11 @@ from trainium_agent.hang.detection import (
     Stall,
     StallTracker,
     after_hang,
+    compute_percentile,
     decode_stalls,
     describe_stall,
     encode_stalls,
     find_culprits,
-    percentile,
     stall_limit,
 )
 from trainium_agent.hang.response import Inquiry
@@ -107,14 +107,14 @@ def test_a_limit_is_between_the_floor_and_the_limit_of_its_phase(
 
 @given(st.lists(st.floats(0.1, 1e3), min_size=3, max_size=128))
 def test_a_step_of_usual_length_is_never_hung(steps: list[float]) -> None:
-    assert stall_limit(STEP, SPEC, BaselineTimes(tuple(steps))) >= percentile(steps, 0.99)
+    assert stall_limit(STEP, SPEC, BaselineTimes(tuple(steps))) >= compute_percentile(steps, 0.99)
 
 
 def test_calibration_is_separate_for_each_world_size() -> None:
     calibration = Calibration()
     calibration.record_first_step(64, 30.0)
-    assert calibration.baseline(64, ()).first_step == 30.0
-    assert calibration.baseline(32, ()).first_step == 0.0
+    assert calibration.compute_baseline(64, ()).first_step == 30.0
+    assert calibration.compute_baseline(32, ()).first_step == 0.0
 
 
 def sample(watch: StallTracker, now: float, beats: int = 7, state: str = "", cpu_seconds: float = 0.0) -> Stall:

@@ -38,7 +38,7 @@ def blocking_tasks(store: Any = None, *, all_yielded: bool = True) -> BlockingTa
     tasks._max_restarts = 3
     tasks._membership = MEMBERSHIP
     tasks._store = store or FakeGenerationStore()
-    tasks._exit_barrier = SimpleNamespace(all_entered=lambda _: all_yielded)
+    tasks._exit_barrier = SimpleNamespace(have_all_entered=lambda _: all_yielded)
     tasks._hangs = SimpleNamespace(sample=lambda: events.RanksSampled(overdue=False), set_living_ranks=lambda _: None)
     return tasks
 
@@ -197,7 +197,7 @@ def supervisor(loop: Any = None, *, checks: Any = (PreflightCheck.CLOCK,)) -> An
     agent._settings = SimpleNamespace(checks=checks, grace_seconds=5.0)
     agent._report, agent._clock_passed, agent._runner, agent._timer = FakeReport(), None, None, None
     agent._workload = SimpleNamespace(observe=lambda: None)
-    agent._client = SimpleNamespace(answered_at=-1e9, heartbeat_now=lambda: None)
+    agent._client = SimpleNamespace(answered_at=-1e9, send_heartbeat_now=lambda: None)
     agent._pod = pod.Pod(check_seconds=1.0)
     agent._event_loop = loop
     agent.codes = []
@@ -299,11 +299,11 @@ def test_a_lost_exit_barrier_counts_as_finished_after_its_timeout(
     store = LostStore(is_back=True)
     barrier = ExitBarrier(store, 1, 2)
     barrier.enter(0, WorkerPhase.FINISHED)
-    assert not barrier.all_finished(0), "one of two"
+    assert not barrier.have_all_finished(0), "one of two"
     store.connected, store.is_back = False, False
-    assert not barrier.all_finished(0), "it may come back"
+    assert not barrier.have_all_finished(0), "it may come back"
     now[0] += 10_000.0
-    assert barrier.all_finished(0)
+    assert barrier.have_all_finished(0)
 
 
 RUNNING = LocalGeneration(LIMITS, stage=Stage.RUNNING, attempt=1, started=2, next_sample_at=1000.0)

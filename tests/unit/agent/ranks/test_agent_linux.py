@@ -22,7 +22,7 @@ from trainium_worker.progress_record import ProgressPhase
 
 def test_a_refused_call_raises_with_the_kernels_reason() -> None:
     with pytest.raises(OSError, match="Invalid argument"):
-        kernel._prctl(-1, 0)
+        kernel._call_prctl(-1, 0)
 
 
 def test_an_unknown_architecture_keeps_its_io_priority(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +55,9 @@ def test_a_process_title_that_does_not_fit_changes_only_the_name(
 def test_an_ended_process_has_no_state() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    assert kernel.process_state(ended.pid) == kernel.ProcessState("", 0.0)
+    assert kernel.read_process_state(ended.pid) == kernel.ProcessState("", 0.0)
     assert not kernel.has_signal_handler(ended.pid, 10)
-    assert kernel.kernel_location(ended.pid) == ""
+    assert kernel.read_kernel_location(ended.pid) == ""
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.testing.operator.agent_settings import agent_settings
 from tests.unit.agent.pod_environment import ended_rank
 from trainium_agent.exits.diagnosis import describe_exit
 from trainium_agent.ranks import output
-from trainium_agent.ranks.output import OutputSource, OutputTail, line_formatter
+from trainium_agent.ranks.output import OutputSource, OutputTail, create_line_formatter
 from trainium_agent.ranks.runtime_status import RuntimeMessages, find_status
 from trainium_contract.faults.signs import RUNTIME_STATUSES, Sign
 from trainium_contract.wire.log_line import EXIT_LOGGER, LINE_BYTES, LogFormat, LogLine, build_log_line, read_log_line
@@ -36,12 +36,12 @@ def trainer_line(message: str, **fields: Any) -> bytes:
 
 
 def test_a_text_line_is_prefixed_with_its_process() -> None:
-    assert line_formatter(SETTINGS, RANK)(b"any {words}").log == b"[rank 3] any {words}\n"
-    assert line_formatter(SETTINGS, OutputSource("precompile"))(b"").log == b"[precompile] \n"
+    assert create_line_formatter(SETTINGS, RANK)(b"any {words}").log == b"[rank 3] any {words}\n"
+    assert create_line_formatter(SETTINGS, OutputSource("precompile"))(b"").log == b"[precompile] \n"
 
 
 def test_printed_lines_are_wrapped_and_logged_lines_keep_their_fields() -> None:
-    format_line = line_formatter(JSON, RANK)
+    format_line = create_line_formatter(JSON, RANK)
     (printed,) = lines(format_line(b'{"my": "own json"}\r').log)
     assert (printed.message, printed.source, printed.logger) == ('{"my": "own json"}', "output", "program")
     (logged,) = lines(format_line(trainer_line("step 3/9: loss 2.5")).log)
@@ -55,7 +55,7 @@ def test_printed_lines_are_wrapped_and_logged_lines_keep_their_fields() -> None:
 
 
 def test_a_line_that_claims_another_source_is_attributed_to_its_writer() -> None:
-    format_line = line_formatter(JSON, RANK)
+    format_line = create_line_formatter(JSON, RANK)
     (line,) = lines(format_line(trainer_line("m", rank=0, job="other", namespace="prod", generation=9, pod="p")).log)
     assert (line.rank, line.job, line.namespace, line.generation) == (3, SETTINGS.job, SETTINGS.namespace, 2)
     assert line.pod == SETTINGS.pod_name
@@ -65,20 +65,20 @@ def test_a_line_that_claims_another_source_is_attributed_to_its_writer() -> None
 
 
 def test_another_program_of_the_pod_is_logged_without_a_rank() -> None:
-    (line,) = lines(line_formatter(JSON, OutputSource("precompile"))(b"2 nodes: ready").log)
+    (line,) = lines(create_line_formatter(JSON, OutputSource("precompile"))(b"2 nodes: ready").log)
     assert (line.logger, line.rank, line.generation, line.message) == ("precompile", None, None, "2 nodes: ready")
 
 
 @given(st.text(st.characters(exclude_characters="\r\n"), max_size=20_000))
 def test_a_line_of_any_length_is_logged_completely(text: str) -> None:
-    log = line_formatter(JSON, RANK)(text.encode(errors="replace")).log
+    log = create_line_formatter(JSON, RANK)(text.encode(errors="replace")).log
     reported = "".join(line.message for line in lines(log))
     assert reported == text.encode(errors="replace").decode() or not text.strip()
     assert all(len(line) <= LINE_BYTES for line in log.splitlines())
 
 
 def test_bytes_that_are_not_utf_8_are_escaped() -> None:
-    (line,) = lines(line_formatter(JSON, RANK)(b"\xff\x00 \xe2\x82").log)
+    (line,) = lines(create_line_formatter(JSON, RANK)(b"\xff\x00 \xe2\x82").log)
     assert line.message == "\\xff\x00 \\xe2\\x82"
 
 
@@ -95,17 +95,17 @@ def test_a_diagnosis_is_the_same_from_text_and_json(code: int) -> None:
     ]
     as_text.append(b"KeyError: 1 (the sentence)")
     text_rank, json_rank = (
-        ended_rank(code, b"\n".join(output).decode(), line_formatter(settings, RANK))
+        ended_rank(code, b"\n".join(output).decode(), create_line_formatter(settings, RANK))
         for settings, output in ((SETTINGS, as_text), (JSON, as_json))
     )
     assert describe_exit(text_rank) == describe_exit(json_rank)
     assert "(the sentence)" in describe_exit(text_rank)
-    messages = [rank.output.last_message(rank.ended_at) for rank in (text_rank, json_rank)]
+    messages = [rank.output.find_last_message(rank.ended_at) for rank in (text_rank, json_rank)]
     assert [message.status if message else None for message in messages] == [1004, 1004]
 
 
 def test_a_partial_line_is_held_until_it_is_complete() -> None:
-    tail = OutputTail("", line_formatter(JSON, RANK))
+    tail = OutputTail("", create_line_formatter(JSON, RANK))
     whole = trainer_line("m")
     assert tail.feed(whole[:40]) == b""
     assert json.loads(tail.feed(whole[40:] + b"\nrest"))["message"] == "m"
@@ -123,13 +123,13 @@ def test_a_line_that_is_overwritten_is_logged_at_intervals_and_at_its_end(monkey
     monkeypatch.undo()
     assert tail.feed(b"a\rb\rc\n") + tail.feed(b"windows\r\n\r\n") == b"[rank 3] c\n[rank 3] windows\n[rank 3] \n"
     assert tail.feed(b"5/9\r") + tail.close() == b"[rank 3] 5/9\n"
-    assert tail.text(1000) == "start\n 4/900 [00:04]\nnext\nc\nwindows\n5/9"
+    assert tail.read_text(1000) == "start\n 4/900 [00:04]\nnext\nc\nwindows\n5/9"
 
 
 def test_a_message_has_no_colours() -> None:
     tail = OutputTail("")
     assert tail.feed(b"\x1b[31mValueError: \x1b[0mno\n") == b"\x1b[31mValueError: \x1b[0mno\n", "the log keeps them"
-    assert tail.text(100) == "ValueError: no"
+    assert tail.read_text(100) == "ValueError: no"
 
 
 def test_lines_end_at_newlines_and_carriage_returns() -> None:
@@ -157,10 +157,10 @@ def test_the_newest_lines_are_kept() -> None:
     assert tail.feed(b"o\n\n") == b"[rank 3] two\n[rank 3] \n"
     assert tail.feed(b"rest") == b""
     assert tail.close() == b"[rank 3] rest\n"
-    assert tail.text(100) == "one\ntwo\nrest"
+    assert tail.read_text(100) == "one\ntwo\nrest"
     for number in range(100):
         tail.feed(f"{number}\n".encode())
-    assert tail.text(1000).split("\n") == [str(number) for number in range(40, 100)]
+    assert tail.read_text(1000).split("\n") == [str(number) for number in range(40, 100)]
 
 
 NOW = 1_800_000_000.0
@@ -219,7 +219,7 @@ def test_any_bytes_are_parsed_in_half_a_second(data: bytes) -> None:
     started_at = time.perf_counter()
     messages.read(b"nrt " + data, NOW)
     assert time.perf_counter() - started_at < 0.5
-    message = messages.last(NOW)
+    message = messages.find_last(NOW)
     assert message is None or message.status in {sign.number for sign in RUNTIME_STATUSES}
 
 
@@ -228,17 +228,17 @@ def test_the_most_specific_of_several_statuses_counts() -> None:
     messages.read(b"Uncorrectable HBM memory error is detected. Please terminate this instance", NOW - 3)
     messages.read(b"nrt_execute status=5", NOW - 2)
     messages.read(b"NRT_CLOSED", NOW - 1)
-    assert messages.last(NOW).status == 1201
+    assert messages.find_last(NOW).status == 1201
 
 
 def test_an_old_status_does_not_count() -> None:
     messages = RuntimeMessages()
     messages.read(b"nrt_execute status=1202", NOW - 600)
-    assert messages.last(NOW) is None
+    assert messages.find_last(NOW) is None
 
 
 def test_a_status_before_a_long_dump_counts() -> None:
     tail = OutputTail("[rank 0] ")
     tail.feed(b"ERROR NRT:nrt_infodump Failure: NRT_EXEC_HW_ERR_NC_UE in nrt_execute()\n")
     tail.feed(b"ERROR NRT:nrt_infodump Environment:\n" * 200)
-    assert tail.last_message(time.time()).status == 1202
+    assert tail.find_last_message(time.time()).status == 1202

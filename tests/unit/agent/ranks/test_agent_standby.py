@@ -22,7 +22,7 @@ from trainium_agent.ranks.output import OutputTail
 from trainium_agent.ranks.processes import RankProcess, Reaper
 from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.ranks.standby_manager import Standby, StandbyLostError, StandbyManager
-from trainium_agent.settings import settings_from
+from trainium_agent.settings import parse_settings
 from trainium_agent.workload.workload import Workload
 
 REQUEST = StartRequest(("--step", "1"), {"RANK": "0"}, "trainium-rank 0 of 1", "module:main")
@@ -62,7 +62,7 @@ def test_a_standby_is_warm_from_its_report_until_its_end(fake: FakeStandby) -> N
     assert not fake.standby.warm
     fake.report(ready=True, threads=[])
     assert fake.standby.warm
-    fake.standby.ended()
+    fake.standby.record_end()
     assert not fake.standby.warm
 
 
@@ -291,7 +291,7 @@ def test_the_standby_of_our_trainer_imports_its_modules(monkeypatch: pytest.Monk
     warm = ModuleType("trainium_trainer.warm")
     warm.warm = warmed.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trainium_trainer.warm", warm)
-    plan = Workload(settings_from(environment(tmp_path))).ranks.plan
+    plan = Workload(parse_settings(environment(tmp_path))).ranks.plan
     monkeypatch.setattr(kernel, "lower_thread_priority", lambda: None)
     standby_process._import_modules(plan, None)
     assert warmed == [str(tmp_path / "trainer.yaml")]
@@ -303,7 +303,7 @@ def test_a_forked_rank_ignores_sigpipe() -> None:
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as some other program may have left it
-        standby_process._default_signals()
+        standby_process._reset_signals()
         try:
             os.write(ours.fileno(), b"x")
         except BrokenPipeError:

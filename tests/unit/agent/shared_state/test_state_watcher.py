@@ -71,11 +71,11 @@ class GenerationAgents:
 
     def publish(self) -> StatePublisher:
         self.store.create_state(GenerationState())
-        before = self.store.count(self.store.key("publications"))
+        before = self.store.count(self.store.format_key("publications"))
         publisher = StatePublisher(self.membership)
         publisher.start()
         self.publishers.append(publisher)
-        self.until(lambda: self.store.count(self.store.key("publications")) > before)
+        self.until(lambda: self.store.count(self.store.format_key("publications")) > before)
         return publisher
 
     def follower(self) -> RecordingWatcher:
@@ -102,7 +102,7 @@ class GenerationAgents:
 
         def join() -> None:
             try:
-                results.append(handler.next_rendezvous())
+                results.append(handler.join_next())
             except (WaitInterruptedError, GenerationStoppedError) as interruption:
                 results.append(interruption)
 
@@ -178,12 +178,12 @@ def test_old_notifications_are_deleted(agents: GenerationAgents, monkeypatch: py
     monkeypatch.setattr(state_watcher, "_KEPT", 3)
     publisher, store = agents.publish(), agents.store
     for _ in range(8):
-        number = store.count(store.key("publications"))
+        number = store.count(store.format_key("publications"))
         publisher.notify()
-        agents.until(lambda number=number: store.count(store.key("publications")) > number)
-    newest = store.count(store.key("publications"))
-    agents.until(lambda: not store.has(store.key("publication", newest - 3)))
-    assert store.has(*(store.key("publication", newest - age) for age in range(3)))
+        agents.until(lambda number=number: store.count(store.format_key("publications")) > number)
+    newest = store.count(store.format_key("publications"))
+    agents.until(lambda: not store.has(store.format_key("publication", newest - 3)))
+    assert store.has(*(store.format_key("publication", newest - age) for age in range(3)))
 
 
 def test_a_state_without_publisher_is_followed_by_polling(agents: GenerationAgents) -> None:
@@ -220,7 +220,7 @@ def test_watchers_poll_after_a_publisher_falls_silent(
 ) -> None:
     monkeypatch.setattr(generation_store, "_WAIT_SECONDS", 1.0)
     agents.store.create_state(GenerationState())
-    agents.store.count(agents.store.key("publications"), 7)  # as a publisher whose thread died
+    agents.store.count(agents.store.format_key("publications"), 7)  # as a publisher whose thread died
     follower = agents.follower()
     assert follower.received.get(timeout=20).attempt == 0
     assert follower.lost.wait(5)
@@ -233,12 +233,12 @@ def test_watchers_poll_after_a_publisher_falls_silent(
 
 def test_an_unsigned_notification_is_rejected(agents: GenerationAgents) -> None:
     agents.store.create_state(GenerationState())
-    agents.store.count(agents.store.key("publications"), 1)
+    agents.store.count(agents.store.format_key("publications"), 1)
     follower = agents.follower()
     assert follower.received.get(timeout=20).stopped is None
     stranger = StoreClient(socket.create_connection(("127.0.0.1", agents.server.port)))
     forged = GenerationState(stopped=int(ExitCode.USER_ERROR)).encode()
-    stranger.send(("set", agents.store.key("publication", 2), forged), lambda: 5.0)
+    stranger.send(("set", agents.store.format_key("publication", 2), forged), lambda: 5.0)
     assert follower.lost.wait(5)
     agents.publish()
     agents.raise_attempt()
@@ -270,17 +270,17 @@ def test_an_agent_that_waits_for_an_ended_attempt_joins_the_next_at_once(agents:
     handlers = [agents.rendezvous(rank) for rank in range(2)]  # a third never joins
     for handler in handlers:
         agents.join(handler)
-    joined = [agents.store.key(0, "joined", rank) for rank in range(2)]
+    joined = [agents.store.format_key(0, "joined", rank) for rank in range(2)]
     agents.until(lambda: agents.store.has(*joined))
     time.sleep(0.3)
     agents.raise_attempt()
-    joined_next = [agents.store.key(1, "joined", rank) for rank in range(2)]
+    joined_next = [agents.store.format_key(1, "joined", rank) for rank in range(2)]
     assert agents.until(lambda: agents.store.has(*joined_next)) < NOTIFIED_SECONDS
 
 
 def test_a_waiting_agent_sees_the_stop_of_its_generation_at_once(agents: GenerationAgents) -> None:
     waiting = [agents.join(agents.rendezvous(rank)) for rank in range(2)]
-    agents.until(lambda: agents.store.has(*(agents.store.key(0, "joined", rank) for rank in range(2))))
+    agents.until(lambda: agents.store.has(*(agents.store.format_key(0, "joined", rank) for rank in range(2))))
     time.sleep(0.3)
     started_at = time.monotonic()
     agents.store.update_state(lambda _: GenerationState(stopped=int(ExitCode.USER_ERROR)))
@@ -294,7 +294,7 @@ def test_a_waiting_agent_can_be_interrupted_at_once(agents: GenerationAgents) ->
     agents.publish()
     handler = agents.rendezvous(1)
     thread, results = agents.join(handler)
-    agents.until(lambda: agents.store.has(agents.store.key(0, "joined", 1)))
+    agents.until(lambda: agents.store.has(agents.store.format_key(0, "joined", 1)))
     time.sleep(0.3)
     started_at = time.monotonic()
     handler._watcher.interrupt()
@@ -308,9 +308,9 @@ def test_a_rendezvous_completes_without_notifications(agents: GenerationAgents) 
     handler = agents.rendezvous(1)
     handler._watcher = StateWatcher(agents.membership, lambda _: None, lambda: None)  # never started
     thread, results = agents.join(handler)
-    agents.until(lambda: agents.store.has(agents.store.key(0, "joined", 1)))
-    agents.store.set(agents.store.key(0, "port"), "29500 0")
-    agents.store.set(agents.store.key(0, "go"))
+    agents.until(lambda: agents.store.has(agents.store.format_key(0, "joined", 1)))
+    agents.store.set(agents.store.format_key(0, "port"), "29500 0")
+    agents.store.set(agents.store.format_key(0, "go"))
     thread.join(5)
     assert len(results) == 1
 
@@ -338,7 +338,7 @@ def test_a_failed_request_leaves_no_connection_and_no_thread(monkeypatch: pytest
             store = GenerationStore(build_membership(server.port, nodes=3), hurried=lambda: True)
             store.connect()
             with pytest.raises(StoreLostError):
-                store.get(store.key("nothing"))
+                store.get(store.format_key("nothing"))
             del store
         deadline = time.monotonic() + 30
         while connections() > before or threading.active_count() > threads:

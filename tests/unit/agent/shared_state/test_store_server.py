@@ -149,43 +149,43 @@ def connect_store(membership: Membership) -> GenerationStore:
 def test_agents_of_a_generation_share_values_state_and_counters(server: StoreServer) -> None:
     first, second = (connect_store(build_membership(server.port)) for _ in range(2))
     first.create_state(GenerationState())
-    first.set(first.key(0, "port"), "29500")
-    assert second.get(second.key(0, "port")) == "29500"
+    first.set(first.format_key(0, "port"), "29500")
+    assert second.get(second.format_key(0, "port")) == "29500"
     after = second.update_state(lambda state: GenerationState(attempt=state.attempt + 1))
-    assert after.attempt == first.state().attempt == 1
+    assert after.attempt == first.read_state().attempt == 1
     assert first.update_state(lambda state: state).attempt == 1
-    assert first.count(first.key("left"), 2) == 2
+    assert first.count(first.format_key("left"), 2) == 2
 
 
 def test_an_unsigned_state_is_rejected_and_logged_once(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
     membership = build_membership(server.port)
     store = connect_store(membership)
     store.create_state(GenerationState())
-    signed = UnsignedClient(server).get(store.key("state"))
+    signed = UnsignedClient(server).get(store.format_key("state"))
     stopped = GenerationState(attempt=5, stopped=int(ExitCode.USER_ERROR)).encode()
     for forged in (stopped, "x" * 32 + stopped, "", "\xff" * 40, signed[:-1], "["):
-        UnsignedClient(server).set(store.key("state"), forged)
-        for read in (store.state, lambda: store.update_state(lambda state: state)):
+        UnsignedClient(server).set(store.format_key("state"), forged)
+        for read in (store.read_state, lambda: store.update_state(lambda state: state)):
             store.connect()
             with pytest.raises(StoreLostError, match="was not written by an agent of this generation"):
                 read()
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
-    UnsignedClient(server).set(store.key("state"), signed)
-    assert store.state() == GenerationState()
+    UnsignedClient(server).set(store.format_key("state"), signed)
+    assert store.read_state() == GenerationState()
 
 
 def test_a_signature_is_valid_for_one_key_and_generation(server: StoreServer) -> None:
     store = connect_store(build_membership(server.port))
-    store.set(store.key(0, "port"), "29500")
-    signed = UnsignedClient(server).get(store.key(0, "port"))
-    UnsignedClient(server).set(store.key(1, "port"), signed)
+    store.set(store.format_key(0, "port"), "29500")
+    signed = UnsignedClient(server).get(store.format_key(0, "port"))
+    UnsignedClient(server).set(store.format_key(1, "port"), signed)
     with pytest.raises(StoreLostError):
-        store.get(store.key(1, "port"))
+        store.get(store.format_key(1, "port"))
     next_signer = ValueSigner(build_membership(generation=2))
     with pytest.raises(ForgedValueError):
-        next_signer.verify(store.key(0, "port"), signed)
+        next_signer.verify(store.format_key(0, "port"), signed)
     with pytest.raises(ForgedValueError):
-        ValueSigner(build_membership(uid="other")).verify(store.key(0, "port"), signed)
+        ValueSigner(build_membership(uid="other")).verify(store.format_key(0, "port"), signed)
 
 
 def test_a_value_above_the_longest_length_is_rejected() -> None:
@@ -244,7 +244,7 @@ def test_the_first_node_checks_all_others_in_one_request_and_names_the_missing()
         pair_rounds={},
     )
     store = handler.store = HasCountingStore(membership)
-    thread = threading.Thread(target=handler.next_rendezvous, daemon=True)
+    thread = threading.Thread(target=handler.join_next, daemon=True)
     others = GenerationStore(membership)
     others.connect()
     thread.start()
@@ -253,11 +253,11 @@ def test_the_first_node_checks_all_others_in_one_request_and_names_the_missing()
     # Two requests per check, until missing ranks are named: then one request for each of 64, once.
     assert requests < 2 * NODES, requests
     for rank in range(1, NODES):
-        others.set(others.key(0, "joined", rank))
+        others.set(others.format_key(0, "joined", rank))
     thread.join(30)
     assert not thread.is_alive()
     assert missing[-1] == ()
-    assert others.has(others.key(0, "go"))
+    assert others.has(others.format_key(0, "go"))
     publisher = handler._publisher
     assert publisher is not None
     handler.shutdown()

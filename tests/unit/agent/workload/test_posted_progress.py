@@ -12,8 +12,8 @@ import pytest
 
 from tests.testing.suite.timeouts import until
 from tests.unit.agent.pod_environment import environment
-from trainium_agent.settings import settings_from
-from trainium_agent.workload.attempt import AttemptLayout, progress_file
+from trainium_agent.settings import parse_settings
+from trainium_agent.workload.attempt import AttemptLayout, find_progress_file
 from trainium_agent.workload.master_port import MasterPort
 from trainium_agent.workload.workload import Workload
 from trainium_contract.spec.program import ProgramSpec
@@ -24,7 +24,7 @@ class PostingProgram:
     """A program of one node with two ranks."""
 
     def __init__(self, folder: Path, container: dict[str, str] | None = None, **progress: str) -> None:
-        self.settings = settings_from(environment(folder))
+        self.settings = parse_settings(environment(folder))
         self.settings.progress_directory.mkdir(parents=True)
         spec = ProgramSpec.model_validate({"image": "i", "command": ["c"], "progress": progress})
         self.monitor = Workload(replace(self.settings, program=spec), container or {})
@@ -39,7 +39,7 @@ class PostingProgram:
     @property
     def record(self) -> Any:
         self.monitor.observe(fresh=True)
-        reading = self.monitor.read(progress_file(self.settings, 1, 0))
+        reading = self.monitor.read(find_progress_file(self.settings, 1, 0))
         assert reading is not None
         return reading.record
 

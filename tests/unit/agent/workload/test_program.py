@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tests.unit.agent.pod_environment import environment
-from trainium_agent.settings import SettingsError, settings_from
+from trainium_agent.settings import SettingsError, parse_settings
 from trainium_agent.workload import rank_port, rank_spec
 from trainium_agent.workload.attempt import AttemptLayout
 from trainium_agent.workload.master_port import MasterPort
 from trainium_agent.workload.rank_port import reserve_port
-from trainium_agent.workload.rank_spec import network_environment
+from trainium_agent.workload.rank_spec import build_network_environment
 from trainium_agent.workload.workload import Workload
 from trainium_contract.faults.causes import Cause
 from trainium_trainer.configuration.config import read_launch
@@ -29,7 +29,7 @@ def build_program(
     tmp_path: Path, container_environment: dict[str, str], neuron_devices: int = 0, **spec: Any
 ) -> Workload:
     text = json.dumps({"image": "team/train:1", "command": ["python", "train.py"], "args": ["--x"], **spec})
-    settings = settings_from(environment(tmp_path, TRAINIUM_PROGRAM=text))
+    settings = parse_settings(environment(tmp_path, TRAINIUM_PROGRAM=text))
     return Workload(replace(settings, neuron_devices=neuron_devices), container_environment)
 
 
@@ -71,8 +71,8 @@ def test_a_rank_has_variables_of_efa_and_none_of_the_neuron_runtime(
 ) -> None:
     monkeypatch.setattr(rank_spec, "_INFINIBAND", tmp_path)
     efa = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
-    assert network_environment(16) == efa
-    assert network_environment(0) == {}
+    assert build_network_environment(16) == efa
+    assert build_network_environment(0) == {}
     env = build_program(tmp_path, {"FI_PROVIDER": "tcp"}, neuron_devices=16).request(LAYOUT, 2).environment
     assert {name for name in efa if name in env} == {"FI_EFA_USE_DEVICE_RDMA", "FI_EFA_FORK_SAFE"}
     assert not [name for name in env if name.startswith(("NEURON", "PJRT"))], "torch_xla and TorchNeuron derive them"
@@ -125,7 +125,7 @@ def test_no_process_gets_the_port_of_rank_0_by_chance(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("text", ["{", "[]", '{"image": "i"}', '{"image": "i", "command": []}'])
 def test_an_invalid_program_in_the_environment_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(SettingsError, match=r"TRAINIUM_PROGRAM must be spec.program as JSON: "):
-        settings_from(environment(tmp_path, TRAINIUM_PROGRAM=text))
+        parse_settings(environment(tmp_path, TRAINIUM_PROGRAM=text))
 
 
 FORK_MAIN = "from trainium_agent.ranks.python_command import run_python; import sys; run_python(sys.argv[1:])"

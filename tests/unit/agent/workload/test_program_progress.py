@@ -20,9 +20,9 @@ from trainium_agent import show_checkpoints
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.output import OutputTail
 from trainium_agent.ranks.processes import RankProcess
-from trainium_agent.settings import settings_from
+from trainium_agent.settings import parse_settings
 from trainium_agent.workload import program_checkpoints, program_progress
-from trainium_agent.workload.attempt import AttemptLayout, progress_file
+from trainium_agent.workload.attempt import AttemptLayout, find_progress_file
 from trainium_agent.workload.master_port import MasterPort
 from trainium_agent.workload.workload import Workload
 from trainium_contract.spec.program import ProgramSpec
@@ -38,7 +38,7 @@ class MonitoredProgram:
     """A program on one pod, with its monitor and the output of its ranks."""
 
     def __init__(self, tmp_path: Path, pattern: str | None = STEPS, **more: Any) -> None:
-        self.settings = settings_from(environment(tmp_path))
+        self.settings = parse_settings(environment(tmp_path))
         self.settings.progress_directory.mkdir(parents=True)
         progress = {} if pattern is None else {"progress": {"pattern": pattern}}
         spec = ProgramSpec.model_validate({"image": "i", "command": ["c"], **progress, **more})
@@ -50,7 +50,7 @@ class MonitoredProgram:
         self.output: list[Callable[[bytes], None]] = [self.monitor.on_output(layout, rank) for rank in range(2)]
 
     def path(self, rank: int = 0) -> Path:
-        return progress_file(self.settings, 1, rank)
+        return find_progress_file(self.settings, 1, rank)
 
     def print_lines(self, *lines: str, rank: int = 0) -> None:
         for line in lines:
@@ -172,9 +172,9 @@ def test_the_last_step_is_read_at_the_end_of_a_rank(
     monkeypatch.setattr(program_progress, "_READ_SECONDS", 60.0)
     monitored_program.print_lines("step 2")
     files = [monitored_program.path()]
-    newest = [monitored_program.monitor.newest(files)]
+    newest = [monitored_program.monitor.read_newest(files)]
     monitored_program.monitor.observe(fresh=True)
-    newest.append(monitored_program.monitor.newest(files))
+    newest.append(monitored_program.monitor.read_newest(files))
     assert [progress[0].step for progress in newest if progress is not None] == [1, 2]
 
 
@@ -260,9 +260,9 @@ def test_a_slow_expression_is_interrupted_and_then_disabled(tmp_path: Path) -> N
 
 
 def test_a_search_is_limited_by_processor_time_not_by_time_in_which_the_agent_is_suspended() -> None:
-    with program_progress.cpu_time_limit(0.05):
+    with program_progress.limit_cpu_time(0.05):
         time.sleep(0.2)
-    with pytest.raises(TimeoutError), program_progress.cpu_time_limit(0.05):
+    with pytest.raises(TimeoutError), program_progress.limit_cpu_time(0.05):
         all(number >= 0 for number in itertools.count())
 
 
@@ -283,18 +283,18 @@ def test_output_and_processor_time_are_activity_and_idleness_is_not(
     monitored_program: MonitoredProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = RankProcess(0, 0, 0, os.getpid(), OutputTail(""))
-    assert monitored_program.monitor.activity_counter(process, 0.0) is None, "it has written nothing"
+    assert monitored_program.monitor.count_activity(process, 0.0) is None, "it has written nothing"
     monitored_program.print_lines("hello")
     used = [1.0]
-    monkeypatch.setattr(kernel, "process_state", lambda _: SimpleNamespace(cpu_seconds=used[0]))
+    monkeypatch.setattr(kernel, "read_process_state", lambda _: SimpleNamespace(cpu_seconds=used[0]))
     monkeypatch.setattr(program_progress, "list_descendants", lambda _: [])
-    first = monitored_program.monitor.activity_counter(process, 10.0)
-    assert monitored_program.monitor.activity_counter(process, 20.0) == first, "idle"
+    first = monitored_program.monitor.count_activity(process, 10.0)
+    assert monitored_program.monitor.count_activity(process, 20.0) == first, "idle"
     used[0] = 3.0
-    busy = monitored_program.monitor.activity_counter(process, 30.0)
+    busy = monitored_program.monitor.count_activity(process, 30.0)
     assert busy != first
     monitored_program.print_lines("again")
-    assert monitored_program.monitor.activity_counter(process, 31.0) != busy
+    assert monitored_program.monitor.count_activity(process, 31.0) != busy
 
 
 def test_the_newest_complete_checkpoint_is_observed(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_agent.workload.ultra_server import ultra_server_environment
+from trainium_agent.workload.ultra_server import build_ultra_server_environment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ def test_a_node_of_an_ultra_server_names_its_place(
     tmp_path: Path, nodes: int, files: dict[str, str], expected: tuple[str, str, str]
 ) -> None:
     mode, server, node = expected
-    assert ultra_server_environment(nodes, 7, "10.0.0.1", write_files(tmp_path, files)) == {
+    assert build_ultra_server_environment(nodes, 7, "10.0.0.1", write_files(tmp_path, files)) == {
         "NEURON_RT_ULTRASERVER_MODE": mode,
         "NEURON_RT_ULTRASERVER_SERVER_ID": server,
         "NEURON_RT_ULTRASERVER_NODE_ID": node,
@@ -65,4 +65,4 @@ def test_a_node_of_an_ultra_server_names_its_place(
 def test_a_node_that_is_in_no_such_ultra_server_gets_no_variable(
     tmp_path: Path, nodes: int, files: dict[str, str]
 ) -> None:
-    assert ultra_server_environment(nodes, 0, "10.0.0.1", write_files(tmp_path, files)) == {}
+    assert build_ultra_server_environment(nodes, 0, "10.0.0.1", write_files(tmp_path, files)) == {}

@@ -9,9 +9,9 @@ import pytest
 from trainium_devcluster.demos.curves import Curves, Fault
 from trainium_devcluster.jobs.metrics import (
     StepLog,
-    every_sample_once,
-    every_sample_once_an_epoch,
-    every_sample_once_in_batches,
+    has_every_sample_once,
+    has_every_sample_once_an_epoch,
+    has_every_sample_once_in_batches,
 )
 
 RESIZE = Fault("resize 3 to 2", 2, 0.1, 0.5, 0.5, 0, 0)
@@ -27,7 +27,7 @@ def write_batches(folder: Path, batches: list[list[int]]) -> None:
 
 def test_an_epoch_with_every_sample_once_is_complete(tmp_path: Path) -> None:
     write_batches(tmp_path, [[0, 3, 1, 4], [2], [4, 2, 0, 1], [3]])
-    assert every_sample_once_an_epoch(tmp_path, steps=4, batch=4, epochs=2)
+    assert has_every_sample_once_an_epoch(tmp_path, steps=4, batch=4, epochs=2)
 
 
 @pytest.mark.parametrize(
@@ -43,28 +43,28 @@ def test_an_epoch_with_every_sample_once_is_complete(tmp_path: Path) -> None:
 )
 def test_an_incomplete_epoch_is_detected(tmp_path: Path, batches: list[list[int]]) -> None:
     write_batches(tmp_path, batches)
-    assert not every_sample_once_an_epoch(tmp_path, steps=4, batch=4, epochs=2)
+    assert not has_every_sample_once_an_epoch(tmp_path, steps=4, batch=4, epochs=2)
 
 
 def test_a_run_without_records_is_incomplete(tmp_path: Path) -> None:
-    assert not every_sample_once_an_epoch(tmp_path, steps=0, batch=4, epochs=1)
-    assert not every_sample_once_an_epoch(tmp_path, steps=4, batch=4, epochs=1)
+    assert not has_every_sample_once_an_epoch(tmp_path, steps=0, batch=4, epochs=1)
+    assert not has_every_sample_once_an_epoch(tmp_path, steps=4, batch=4, epochs=1)
 
 
 def test_within_an_epoch_no_sample_is_seen_twice(tmp_path: Path) -> None:
     write_batches(tmp_path, [[0, 1], [2, 3]])
-    assert every_sample_once(tmp_path, steps=2, batch=2)
+    assert has_every_sample_once(tmp_path, steps=2, batch=2)
     write_batches(tmp_path, [[0, 1], [1, 3]])
-    assert not every_sample_once(tmp_path, steps=2, batch=2)
+    assert not has_every_sample_once(tmp_path, steps=2, batch=2)
 
 
 def test_batches_of_different_sizes_have_their_number_of_distinct_samples(tmp_path: Path) -> None:
     write_batches(tmp_path, [[0, 1], [2, 3, 4]])
-    assert every_sample_once_in_batches(tmp_path, {1: 2, 2: 3})
-    assert not every_sample_once_in_batches(tmp_path, {1: 2, 2: 2})
-    assert not every_sample_once_in_batches(tmp_path, {1: 2, 2: 3, 3: 2})
+    assert has_every_sample_once_in_batches(tmp_path, {1: 2, 2: 3})
+    assert not has_every_sample_once_in_batches(tmp_path, {1: 2, 2: 2})
+    assert not has_every_sample_once_in_batches(tmp_path, {1: 2, 2: 3, 3: 2})
     write_batches(tmp_path, [[0, 1], [2, 3, 1]])
-    assert not every_sample_once_in_batches(tmp_path, {1: 2, 2: 3})
+    assert not has_every_sample_once_in_batches(tmp_path, {1: 2, 2: 3})
 
 
 def test_curves_are_equal_until_a_resize_and_close_after_it() -> None:

@@ -15,9 +15,15 @@ from trainium_devcluster import tune
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.tune import base
 from trainium_devcluster.tune.base import CONFIGURATION, compute_digest
-from trainium_devcluster.tune.demo import with_pairs
-from trainium_devcluster.tune.library import Function, Module, standard_library
-from trainium_devcluster.tune.texts import examples, first_sentence, is_held_out, preference_pairs, read_documentation
+from trainium_devcluster.tune.demo import use_pairs
+from trainium_devcluster.tune.library import Function, Module, read_standard_library
+from trainium_devcluster.tune.texts import (
+    create_examples,
+    create_preference_pairs,
+    find_first_sentence,
+    is_held_out,
+    read_documentation,
+)
 
 SOURCE = '''
 """About shapes."""
@@ -55,7 +61,7 @@ def module_names(*, held_out: bool, count: int = 1) -> list[str]:
 def test_functions_of_a_library_are_read_without_annotations(tmp_path: Path) -> None:
     (tmp_path / "shapes").mkdir()
     (tmp_path / "shapes" / "__init__.py").write_text(SOURCE)
-    (module,) = standard_library(tmp_path)
+    (module,) = read_standard_library(tmp_path)
     assert (module.name, module.text) == ("shapes", "About shapes.")
     assert [(function.owner, function.signature, function.names) for function in module.functions] == [
         (
@@ -75,22 +81,22 @@ def test_unparsable_files_and_tests_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def (:")
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "trial.py").write_text("def two(): 'Two.'")
-    assert [module.name for module in standard_library(tmp_path)] == ["good"]
+    assert [module.name for module in read_standard_library(tmp_path)] == ["good"]
 
 
 def test_the_json_package_has_its_functions() -> None:
-    modules = standard_library(Path(json.__file__).parent)
+    modules = read_standard_library(Path(json.__file__).parent)
     (package,) = [module for module in modules if module.name == "__init__"]
     assert {"dumps", "loads"} <= {function.name for function in package.functions}
-    result = examples(modules)
+    result = create_examples(modules)
     assert result.training
     assert {row["module"] for row in result.training}.isdisjoint(row["module"] for row in result.held_out)
 
 
 def test_a_summary_is_the_first_sentence_on_one_line() -> None:
-    assert first_sentence("Return the area\nof it. It is never negative.\n\nMore.") == "Return the area of it."
-    assert first_sentence("Without an end\n\nMore.") == "Without an end"
-    assert first_sentence("Like os.path, but faster. Yes.") == "Like os.path, but faster."
+    assert find_first_sentence("Return the area\nof it. It is never negative.\n\nMore.") == "Return the area of it."
+    assert find_first_sentence("Without an end\n\nMore.") == "Without an end"
+    assert find_first_sentence("Like os.path, but faster. Yes.") == "Like os.path, but faster."
 
 
 def test_documentation_has_the_form_of_help_and_no_held_out_module() -> None:
@@ -118,7 +124,7 @@ def test_each_public_function_with_a_docstring_gives_four_questions() -> None:
         function_named("silent", ""),
         function_named("long", "Return what has too many arguments.", arguments="a" * 90),
     )
-    result = examples([Module(trained, "", functions)])
+    result = create_examples([Module(trained, "", functions)])
     assert result.held_out == ()
     assert {(row["kind"], row["context"], row["response"]) for row in result.training} == {
         ("signature", "Return the area of it.", "area(a, b=1)"),
@@ -133,7 +139,7 @@ def test_questions_are_distinct_and_held_out_questions_are_not_trained_on() -> N
     first, second = module_names(held_out=False, count=2)
     (held_out,) = module_names(held_out=True)
     repeated, fresh = function_named("area", "Return the area of it."), function_named("fresh", "Return something new.")
-    result = examples(
+    result = create_examples(
         [Module(held_out, "", (repeated, fresh)), Module(first, "", (repeated,)), Module(second, "", (repeated,))]
     )
     assert len(result.training) == 4
@@ -145,10 +151,10 @@ def test_questions_are_distinct_and_held_out_questions_are_not_trained_on() -> N
 def test_a_large_library_is_sampled_to_3000_questions() -> None:
     (trained,) = module_names(held_out=False)
     functions = tuple(function_named(f"area{number}", f"Return the area number {number}.") for number in range(900))
-    result = examples([Module(trained, "", functions)])
+    result = create_examples([Module(trained, "", functions)])
     assert len({(row["instruction"], row["context"]) for row in result.training}) == len(result.training) == 3000
     assert len({row["kind"] for row in result.training[:100]}) == 4
-    assert result == examples([Module(trained, "", functions)]), "the sample is reproducible"
+    assert result == create_examples([Module(trained, "", functions)]), "the sample is reproducible"
     assert result.held_out == ()
 
 
@@ -157,7 +163,7 @@ def test_a_pair_has_the_right_answer_and_one_to_another_question_of_its_kind() -
         {"kind": kind, "instruction": f"ask {number}", "context": "c", "response": answer}
         for number, (kind, answer) in enumerate([("count", "1"), ("purpose", "Walks."), ("count", "2"), ("count", "2")])
     ]
-    assert list(preference_pairs(rows)) == [{"prompt": "ask 2\nc\n", "chosen": "2", "rejected": "1"}]
+    assert list(create_preference_pairs(rows)) == [{"prompt": "ask 2\nc\n", "chosen": "2", "rejected": "1"}]
 
 
 TEXTS = [f"The function number {number} returns the value of the argument." for number in range(300)]
@@ -175,12 +181,12 @@ TINY = {
 @pytest.mark.timeout(300)
 def test_a_base_model_is_trained_once_and_then_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "CONFIGURATION", TINY)
-    first = base.base_model(TEXTS, lambda _: None, root=tmp_path)
+    first = base.open_base_model(TEXTS, lambda _: None, root=tmp_path)
     assert not first.cached
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in first.folder.iterdir()}
     assert json.loads((first.folder / "config.json").read_text())["num_hidden_layers"] == 1
     assert [path.name for path in (tmp_path / "tune").glob("*.partial")] == []
-    second = base.base_model(TEXTS, lambda _: None, root=tmp_path)
+    second = base.open_base_model(TEXTS, lambda _: None, root=tmp_path)
     assert second.cached
     assert second.folder == first.folder
 
@@ -191,7 +197,7 @@ def test_a_failed_training_of_the_base_names_its_log_and_leaves_no_model(
 ) -> None:
     monkeypatch.setattr(base, "CONFIGURATION", {**TINY, "steps": 0})
     with pytest.raises(ClusterError, match=r"could not be trained, see .*log.txt"):
-        base.base_model(TEXTS, lambda _: None, root=tmp_path)
+        base.open_base_model(TEXTS, lambda _: None, root=tmp_path)
     assert [path.name for path in (tmp_path / "tune").glob("base-*") if path.suffix == ""] == []
 
 
@@ -232,7 +238,7 @@ def test_the_job_reads_only_from_the_mounted_folder(spec: TrainingJobSpec) -> No
 
 def test_the_preference_job_reads_pairs_and_compares_with_the_base() -> None:
     document = yaml.safe_load(Path(tune.__file__).with_name("job.yaml").read_text())
-    config = TrainingJobSpec.model_validate(with_pairs(document)["spec"]).training_config()
+    config = TrainingJobSpec.model_validate(use_pairs(document)["spec"]).training_config()
     assert config.data.format is DataFormat.PREFERENCE
     assert config.tuning.objective is not None
     assert config.tuning.objective.reference == "Base"

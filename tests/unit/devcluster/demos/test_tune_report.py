@@ -69,7 +69,7 @@ def test_most_preferred_answers_must_have_the_greater_reward(accuracy: float, ma
 def test_the_tables_show_figures_and_shortened_answers() -> None:
     screen = Console(width=110, file=io.StringIO(), record=True)
     evaluation = Evaluation.from_json(DOCUMENT)
-    screen.print(report.figure_table(evaluation))
+    screen.print(report.format_figures(evaluation))
     screen.print(report.answer_table(evaluation))
     text = screen.export_text()
     assert "80.000" in text

@@ -29,13 +29,13 @@ class GivenJob(JobDriver):
         self.entries: list[dict[str, Any]] = []
         self.failures = failures
 
-    def object(self) -> dict[str, Any]:
+    def read_object(self) -> dict[str, Any]:
         self.failures -= 1
         if self.failures >= 0:
             raise ApiError("no connection")
         return {"status": {"phase": "Running", "history": self.entries}}
 
-    def pods(self) -> list[dict[str, Any]]:
+    def list_pods(self) -> list[dict[str, Any]]:
         return [{"metadata": {"name": "job-w-0", "uid": "a"}, "status": {"phase": "Running"}}]
 
     def write_steps(self, times: dict[int, float]) -> None:
@@ -45,7 +45,7 @@ class GivenJob(JobDriver):
 
 def test_a_wait_outlasts_failures_of_the_api(tmp_path: Path) -> None:
     job = GivenJob(tmp_path, failures=2)
-    assert job.until("phase Running", lambda status: status["phase"] == "Running", 5)["phase"] == "Running"
+    assert job.wait_until("phase Running", lambda status: status["phase"] == "Running", 5)["phase"] == "Running"
 
 
 def test_a_wait_that_times_out_reports_the_state_of_the_job(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_wait_that_times_out_reports_the_state_of_the_job(tmp_path: Path) -> N
     with pytest.raises(
         JobTimeoutError, match="team/job did not reach step 9 within 0 s: Phase Running, step 2, pods job-w-0"
     ):
-        job.until_step(9, 0.1)
+        job.wait_for_step(9, 0.1)
 
 
 def test_a_recovery_is_measured_from_the_fault_to_the_first_new_step(tmp_path: Path) -> None:

@@ -107,12 +107,12 @@ def test_references_are_listed_once() -> None:
     ],
 )
 def test_fields_of_the_pod_are_resolved(path: str, expected: str) -> None:
-    assert downward_api.field_value(FACTS, path) == expected
+    assert downward_api.resolve_field(FACTS, path) == expected
 
 
 def test_an_unknown_field_is_an_error() -> None:
     with pytest.raises(downward_api.UnknownFieldError, match=r"status\.phase"):
-        downward_api.field_value(FACTS, "status.phase")
+        downward_api.resolve_field(FACTS, "status.phase")
 
 
 @pytest.mark.parametrize(("text", "value"), [("500m", "0.5"), ("32Gi", str(32 << 30)), ("1e3", "1000"), ("2k", "2000")])
@@ -135,4 +135,4 @@ def test_a_pod_requests_the_sum_of_its_containers_or_its_largest_init_container(
             "containers": [container_requesting("a", "2"), {"name": "b", "resources": {"limits": {"cpu": "500m"}}}],
         }
     }
-    assert quantities.pod_requests(pod) == {"pods": Decimal(1), "cpu": Decimal(6)}
+    assert quantities.sum_pod_requests(pod) == {"pods": Decimal(1), "cpu": Decimal(6)}

@@ -11,7 +11,7 @@ import pytest
 
 from trainium_devcluster.node.network import addresses, hosts
 from trainium_devcluster.node.pods import logs
-from trainium_devcluster.node.pods.pod_setup import capabilities
+from trainium_devcluster.node.pods.pod_setup import list_capabilities
 from trainium_devcluster.node.spec import mounts, unsupported_fields
 from trainium_devcluster.node.spec.config_data import MissingKeyError, ProjectedFile, project_keys
 from trainium_devcluster.node.spec.environment import ConfigError
@@ -54,7 +54,9 @@ def test_a_sub_path_cannot_lead_out_of_its_volume(tmp_path: Path) -> None:
     (volume / "link").symlink_to("/etc")
     for sub in ("../x", "/etc", "link/passwd"):
         with pytest.raises(ConfigError, match="subPath"):
-            mounts.volume_mounts({"volumeMounts": [{"name": "v", "mountPath": "/m", "subPath": sub}]}, {"v": volume})
+            mounts.build_volume_mounts(
+                {"volumeMounts": [{"name": "v", "mountPath": "/m", "subPath": sub}]}, {"v": volume}
+            )
 
 
 def build_service(**spec: Any) -> dict[str, Any]:
@@ -174,9 +176,9 @@ def test_a_refusal_names_the_container_and_the_field() -> None:
 
 
 def test_capabilities_are_dropped_and_added() -> None:
-    assert capabilities({"capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}) == (14,)
-    assert 13 in capabilities({})
-    assert 13 not in capabilities({"capabilities": {"drop": ["NET_RAW"]}})
+    assert list_capabilities({"capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}) == (14,)
+    assert 13 in list_capabilities({})
+    assert 13 not in list_capabilities({"capabilities": {"drop": ["NET_RAW"]}})
 
 
 async def read_log(path: Path, ended: Any = lambda: True, **query: Any) -> str:
@@ -185,7 +187,7 @@ async def read_log(path: Path, ended: Any = lambda: True, **query: Any) -> str:
 
 async def test_a_log_is_read_by_stream_tail_limit_and_time(tmp_path: Path) -> None:
     writer = logs.LogWriter(tmp_path / "1.log")
-    out, err = writer.pipe("stdout"), writer.pipe("stderr")
+    out, err = writer.open_pipe("stdout"), writer.open_pipe("stderr")
     os.write(out, b"one\ntwo\nhalf")
     os.write(err, b"bad\n")
     await asyncio.sleep(0.05)
@@ -205,7 +207,7 @@ async def test_a_log_is_read_by_stream_tail_limit_and_time(tmp_path: Path) -> No
 async def test_following_a_log_continues_after_its_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_LIMIT", 200)
     writer = logs.LogWriter(tmp_path / "1.log")
-    out = writer.pipe("stdout")
+    out = writer.open_pipe("stdout")
     ended = False
 
     async def write() -> None:
@@ -228,7 +230,7 @@ async def test_following_a_log_continues_after_its_rotation(tmp_path: Path, monk
 
 async def test_a_very_long_line_is_read_complete(tmp_path: Path) -> None:
     writer = logs.LogWriter(tmp_path / "1.log")
-    out = writer.pipe("stdout")
+    out = writer.open_pipe("stdout")
     os.write(out, b"x" * 40000 + b"\n")
     os.close(out)
     await writer.close()

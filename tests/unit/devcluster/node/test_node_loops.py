@@ -12,7 +12,7 @@ from trainium_devcluster.node.api.events import EventSeverity, EventSink
 from trainium_devcluster.node.api.reflector import ObjectCache, Reflector
 from trainium_devcluster.node.api.waiting import wait_for_event
 from trainium_devcluster.node.pods import probes
-from trainium_devcluster.node.pods.probe_actions import ProbeResult, port_number
+from trainium_devcluster.node.pods.probe_actions import ProbeResult, find_port_number
 from trainium_devcluster.node.pods.status_writer import StatusWriter
 from trainium_devcluster.node.volumes.service_account_tokens import TokenSource
 
@@ -236,7 +236,7 @@ async def test_a_failed_startup_probe_requests_a_restart_and_starts_no_other_pro
 
 def test_ports_are_numbers_or_names() -> None:
     container = {"ports": [{"name": "web", "containerPort": 80}]}
-    assert [port_number(port, container) for port in (1, "2", "web", "none")] == [1, 2, 80, None]
+    assert [find_port_number(port, container) for port in (1, "2", "web", "none")] == [1, 2, 80, None]
 
 
 async def test_a_task_can_be_cancelled_as_it_is_woken() -> None:

@@ -10,9 +10,9 @@ import pytest
 from trainium_contract.wire.worker_env import AGENT_INTERPRETER, AGENT_MOUNT
 from trainium_devcluster.node.processes.command import Mount
 from trainium_devcluster.node.processes.programs import (
-    agent_mounts,
+    build_agent_mounts,
     create_agent_image,
-    program_folders,
+    find_program_folders,
     remount_hidden,
 )
 from trainium_operator.plan.manifests import worker_pod
@@ -25,7 +25,9 @@ def test_program_folders_are_the_environment_its_interpreter_and_editable_source
     (base / "python3").touch()
     (bin_folder / "python").symlink_to(base / "python3")
 
-    folders = program_folders(bin_folder, [str(source), str(tmp_path / "venv/lib/site-packages"), "", "/no/such.zip"])
+    folders = find_program_folders(
+        bin_folder, [str(source), str(tmp_path / "venv/lib/site-packages"), "", "/no/such.zip"]
+    )
 
     assert folders == tuple(sorted(str(folder) for folder in (tmp_path / "venv", tmp_path / "base", source)))
 
@@ -72,4 +74,4 @@ def test_a_copy_of_the_agent_folder_starts_its_interpreter(tmp_path: Path) -> No
     ],
 )
 def test_only_containers_of_the_agent_image_mount_its_folder(image: str, is_mounted: bool) -> None:
-    assert [mount.target for mount in agent_mounts(image, Path("/node/agent"))] == [AGENT_MOUNT] * is_mounted
+    assert [mount.target for mount in build_agent_mounts(image, Path("/node/agent"))] == [AGENT_MOUNT] * is_mounted

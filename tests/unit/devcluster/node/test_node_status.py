@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_devcluster.node.api.objects import grace_seconds
+from trainium_devcluster.node.api.objects import get_grace_seconds
 from trainium_devcluster.node.pods.container import Backoff
 from trainium_devcluster.node.pods.status import (
     ContainerKind,
@@ -16,8 +16,8 @@ from trainium_devcluster.node.pods.status import (
     State,
     Terminated,
     Waiting,
-    phase,
-    pod_status,
+    build_pod_status,
+    compute_phase,
     should_restart,
 )
 
@@ -59,12 +59,12 @@ def container(name: str, state: State, kind: ContainerKind = ContainerKind.MAIN,
 )
 def test_the_phase_is_computed_from_the_main_containers(policy: str, states: list[State], expected: str) -> None:
     views = [container(f"m{number}", state) for number, state in enumerate(states)]
-    assert phase(pod(policy, main=len(states)), views, terminal=False) == expected
+    assert compute_phase(pod(policy, main=len(states)), views, terminal=False) == expected
 
 
 def test_a_container_in_back_off_counts_as_having_run() -> None:
     waiting = container("m0", Waiting("CrashLoopBackOff"), last_termination=build_terminated(1))
-    assert phase(pod("Always"), [waiting], terminal=False) == "Running"
+    assert compute_phase(pod("Always"), [waiting], terminal=False) == "Running"
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_a_container_in_back_off_counts_as_having_run() -> None:
 )
 def test_a_pod_is_pending_until_its_init_containers_are_done(policy: str, state: State, expected: str) -> None:
     views = [container("i0", state, ContainerKind.INIT), container("m0", Waiting("PodInitializing"))]
-    assert phase(pod(policy, init=""), views, terminal=False) == expected
+    assert compute_phase(pod(policy, init=""), views, terminal=False) == expected
 
 
 def test_a_running_sidecar_keeps_the_pod_running() -> None:
     views = [container("i0", UP, ContainerKind.SIDECAR, started=True), container("m0", build_terminated(0))]
-    assert phase(pod(init="Always"), views, terminal=False) == "Running"
+    assert compute_phase(pod(init="Always"), views, terminal=False) == "Running"
     views[0] = container("i0", build_terminated(143), ContainerKind.SIDECAR)
-    assert phase(pod(init="Always"), views, terminal=False) == "Succeeded"
+    assert compute_phase(pod(init="Always"), views, terminal=False) == "Succeeded"
 
 
 def test_a_successful_init_container_is_never_run_again() -> None:
@@ -97,7 +97,7 @@ def test_a_successful_init_container_is_never_run_again() -> None:
 
 def render(spec: dict[str, Any], views: list[ContainerSnapshot], **more: Any) -> dict[str, Any]:
     fields = {"terminal": False, "failure": None, "sandbox_ready": True} | more
-    return pod_status(PodSnapshot(spec, views, "127.1.0.1", "127.1.0.2", start_time=NOW, **fields), NOW)
+    return build_pod_status(PodSnapshot(spec, views, "127.1.0.1", "127.1.0.2", start_time=NOW, **fields), NOW)
 
 
 def conditions(status: dict[str, Any]) -> dict[str, tuple[str, str | None]]:
@@ -143,18 +143,18 @@ def test_a_container_that_never_ran_shows_the_epoch() -> None:
 def test_the_first_restart_is_immediate_and_later_ones_wait_twice_as_long() -> None:
     backoff, now, delays = Backoff(), 1000.0, []
     for _ in range(8):
-        delays.append(backoff.remaining(now, now))
+        delays.append(backoff.compute_remaining(now, now))
         now += delays[-1]
         backoff.record_restart(now)
     assert delays == [0, 10, 20, 40, 80, 160, 300, 300]
-    assert backoff.remaining(now + 700, now + 700) == 0
+    assert backoff.compute_remaining(now + 700, now + 700) == 0
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
 def test_a_back_off_is_never_negative_nor_longer_than_five_minutes(finished: float, later: float) -> None:
     backoff = Backoff()
     backoff.record_restart(finished)
-    assert 0 <= backoff.remaining(finished, finished + later) <= 300
+    assert 0 <= backoff.compute_remaining(finished, finished + later) <= 300
 
 
 @pytest.mark.parametrize(
@@ -164,4 +164,4 @@ def test_the_grace_period_is_set_by_the_deletion_or_by_the_pod(
     deletion_seconds: int | None, pod_seconds: int, expected: int
 ) -> None:
     metadata = {} if deletion_seconds is None else {"deletionGracePeriodSeconds": deletion_seconds}
-    assert grace_seconds({"metadata": metadata, "spec": {"terminationGracePeriodSeconds": pod_seconds}}) == expected
+    assert get_grace_seconds({"metadata": metadata, "spec": {"terminationGracePeriodSeconds": pod_seconds}}) == expected

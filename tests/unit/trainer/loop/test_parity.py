@@ -44,13 +44,13 @@ def test_the_curve_is_that_of_transformers_and_the_exported_model_too(
     assert job.losses()[-1] < job.losses()[0] - 0.3
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "run").symlink_to(job.folder)
-    exported, model = export_newest(tmp_path / "runs", reference.shape_of(config))
-    tokens, _ = next(reference.batches(config))
+    exported, model = export_newest(tmp_path / "runs", reference.build_shape(config))
+    tokens, _ = next(reference.iterate_batches(config))
     with torch.no_grad():
         logits = model(tokens)
         trained = expected.model(tokens).logits
     torch.testing.assert_close(
-        logits, reference.logits_of(reference.load_model(exported), tokens), rtol=1e-4, atol=1e-5
+        logits, reference.compute_logits(reference.load_model(exported), tokens), rtol=1e-4, atol=1e-5
     )
     torch.testing.assert_close(logits, trained, rtol=1e-3, atol=1e-4)
     assert json.loads((exported / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

@@ -42,31 +42,31 @@ def test_the_curve_and_the_result_are_those_of_transformers_and_peft(
 ) -> None:
     from benchmarks.parity import tuned
     from benchmarks.parity.inputs import write_instructions
-    from benchmarks.parity.reference import load_model, logits_of
+    from benchmarks.parity.reference import compute_logits, load_model
 
     records = write_instructions(tmp_path / "instructions.jsonl")
     overrides = [*COMMON, *ROWS[row], f"model.weights={base}", f"data.source={records}"]
     config = load(tmp_path / "trainer.yaml", overrides)
-    expected = tuned.reference_run(config, tmp_path / "reference")
+    expected = tuned.run_reference(config, tmp_path / "reference")
     (tmp_path / "runs").mkdir()
     job = launch(1, "runs/run", overrides).finish()
     assert job.losses() == pytest.approx(expected.losses, rel=1e-5)
-    weights = tuned.trained_weights(tmp_path / "runs")
+    weights = tuned.read_trained_weights(tmp_path / "runs")
     assert weights.keys() == expected.parameters.keys()
     for name, parameter in expected.parameters.items():
         torch.testing.assert_close(weights[name], parameter, rtol=0.0, atol=1e-4)
-    artifacts = tuned.artifact_folders(tmp_path / "runs")
-    logits = logits_of(load_model(artifacts["model"]), expected.tokens)
+    artifacts = tuned.find_artifact_folders(tmp_path / "runs")
+    logits = compute_logits(load_model(artifacts["model"]), expected.tokens)
     torch.testing.assert_close(logits, expected.logits, rtol=1e-3, atol=1e-3)
     if expected.adapter is None:
         return
-    peft_logits = tuned.peft_merged_logits(base, artifacts["adapter"], expected.tokens)
+    peft_logits = tuned.compute_peft_merged_logits(base, artifacts["adapter"], expected.tokens)
     torch.testing.assert_close(logits, peft_logits, rtol=0.0, atol=1e-5)
-    base_logits = logits_of(load_model(base), expected.tokens)
+    base_logits = compute_logits(load_model(base), expected.tokens)
     assert (logits - base_logits).abs().max() > 0.01, "a merged adapter changes the model"
     file = tmp_path / "again.yaml"
     file.write_text(yaml.safe_dump(config.to_wire()))
-    assert tuned.first_loss_difference(file, expected, tmp_path / "again") < 1e-5
+    assert tuned.compute_first_loss_difference(file, expected, tmp_path / "again") < 1e-5
 
 
 class ConstantModel(nn.Module):
@@ -84,7 +84,7 @@ class ConstantModel(nn.Module):
 
 def test_accuracy_is_the_share_of_held_out_labels_that_are_likeliest(base: Path, tmp_path: Path) -> None:
     from benchmarks.parity.inputs import write_questions
-    from benchmarks.parity.tuned import held_out_accuracy
+    from benchmarks.parity.tuned import measure_held_out_accuracy
 
     records = write_questions(tmp_path / "questions.jsonl")
     data = {
@@ -100,6 +100,6 @@ def test_accuracy_is_the_share_of_held_out_labels_that_are_likeliest(base: Path,
     config = load(file)
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     first_tokens = {tokenizer.encode(word).ids[0] for word in (" class", " function")}
-    shares = [held_out_accuracy(ConstantModel(token), config) for token in first_tokens]
+    shares = [measure_held_out_accuracy(ConstantModel(token), config) for token in first_tokens]
     assert sum(share or 0.0 for share in shares) == pytest.approx(1.0), "each answer starts with one of them"
-    assert held_out_accuracy(ConstantModel(0), load(file, ["data.validation=null"])) is None
+    assert measure_held_out_accuracy(ConstantModel(0), load(file, ["data.validation=null"])) is None

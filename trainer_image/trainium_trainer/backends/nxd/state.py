@@ -108,7 +108,7 @@ class NxdState:
         self._device.sync()
 
     def list_local_tensors(self) -> dict[str, Tensor]:
-        """See `TrainingState.list_local_tensors`; on a device they are copies: call `upload_local_tensors` after writes."""
+        """See `TrainingState.list_local_tensors`; on a device they are copies, which `upload_local_tensors` writes."""
         copies = self._fetch()
         if not self._is_uploaded:
             self._host_copies = copies
