@@ -163,7 +163,7 @@ def find_helm() -> str | None:
 def render_files(root: Path, helm: str | None) -> dict[Path, str]:
     """Return each generated file below `root` with its expected text; the install only with helm."""
     files = {CRD: render_crd(), CHART_CRD: render_chart_crd(), FIELDS_PAGE: render_fields_page()}
-    files |= {path: page.reference_text(_HEADER) for path, page in PAGES.items()}
+    files |= {path: page.render_reference(_HEADER) for path, page in PAGES.items()}
     return files | ({INSTALL: install_text(root, helm)} if helm else {})
 
 

@@ -35,7 +35,7 @@ class RunCost:
     samples_missing: int
     samples_repeated: int
     loss_difference: float
-    """Largest relative difference from the undisturbed run of the same script (`Ledger.max_loss_difference`)."""
+    """Largest relative difference from the undisturbed run of the script (`Ledger.compute_max_loss_difference`)."""
     loss_difference_before_resize: float
     """The same over the steps before the first one at another number of ranks."""
     uses: tuple[int, ...]

@@ -79,7 +79,7 @@ def find_unhealthy_nodes(results: Sequence[WaveResults]) -> frozenset[int]:
 
 
 def find_disconnected_nodes(results: Sequence[WaveResults], minimum: float | None = None) -> frozenset[int]:
-    """Return the nodes that could not exchange with any peer, although others could; `minimum` as in `next_wave`."""
+    """Return the nodes that could not exchange with any peer, although others could; see `plan_next_wave`."""
     typical = _compute_typical_seconds(results)
     exchanges: dict[int, int] = {}
     passed: set[int] = set()

@@ -41,8 +41,8 @@ results = {}
 for location in sys.argv[1:]:
     try:
         source = open_source(pin_revision(location), "text")
-        texts = [document.text for block in source.blocks(1 << 20) for document in source.all_documents(block)]
-        results[location] = [source.identity(None), texts, [file.name for file in source.files]]
+        texts = [document.text for block in source.divide_into_blocks(1 << 20) for document in source.read_documents(block)]
+        results[location] = [source.compute_identity(None), texts, [file.name for file in source.files]]
     except TrainerError as error:
         results[location] = [type(error).__name__, str(error)]
 print(json.dumps(results))
@@ -281,7 +281,7 @@ def rows(data, ranks, start):
     for rank in range(ranks):
         loader = open_loader(data, Share(global_size=4, micro_size=1, dp_rank=rank, dp_size=ranks))
         for step in range(start, 4):
-            batches = loader.batch_at(step * 4).micro_batches
+            batches = loader.read_batch(step * 4).micro_batches
             inputs |= {int(row.sample_positions[0]): row.inputs[0].tolist() for row in batches}
         loader.close()
     return [inputs[number] for number in sorted(inputs)]

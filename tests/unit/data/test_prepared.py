@@ -191,7 +191,7 @@ def test_a_killed_build_is_continued_with_the_same_result(tmp_path: Path, tokeni
         "text_sources.BLOCK_BYTES = 3000\ncount = 0\n"
         "def stop(progress):\n    global count\n    count += 1\n"
         "    if count == int(sys.argv[4]): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "recipe = text_sources.PreparedRecipe((SourceSpec(sys.argv[1], 'text'),), Path(sys.argv[2]), 0).inputs()\n"
+        "recipe = text_sources.PreparedRecipe((SourceSpec(sys.argv[1], 'text'),), Path(sys.argv[2]), 0).open_inputs()\n"
         "recipe = dataclasses.replace(recipe, shard_tokens=800)\n"
         "build.build(Path(sys.argv[3]), recipe, 'k', workers=2, progress=stop)\n"
     )

@@ -48,19 +48,21 @@ def read(page: str) -> str:
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
-    expected = {source.site_path(ROOT, page) for page in PAGES if not page.startswith(LISTED)} | {"decisions/index.md"}
+    expected = {source.find_site_path(ROOT, page) for page in PAGES if not page.startswith(LISTED)} | {
+        "decisions/index.md"
+    }
     assert sorted(NAVIGATION) == sorted(expected), "mkdocs.yml: `nav` and docs/ differ"
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_leads_to_an_existing_file_and_heading(page: str) -> None:
-    for target in source.links(read(page)):
+    for target in source.find_links(read(page)):
         if source.is_external_link(target):
             continue
         found, anchor = source.resolve_link(ROOT, page, target)
         if anchor:
             assert found.endswith(".md"), f"{target}: only pages have anchors"
-            anchors = source.heading_anchors(read(found))
+            anchors = source.find_heading_anchors(read(found))
             assert anchors.count(anchor) == 1, f"{target}: {anchors.count(anchor)} headings of {found} have that anchor"
 
 
@@ -103,7 +105,10 @@ def test_a_broken_link_is_an_error() -> None:
 
 
 def test_anchors_are_those_of_github() -> None:
-    assert source.heading_anchors("# A `b` *c*: d, e_f\n```\n# no\n```\n## [x](y) & z\n") == ["a-b-c-d-e_f", "x--z"]
+    assert source.find_heading_anchors("# A `b` *c*: d, e_f\n```\n# no\n```\n## [x](y) & z\n") == [
+        "a-b-c-d-e_f",
+        "x--z",
+    ]
 
 
 def test_lists_are_indented_as_the_site_needs_it() -> None:

@@ -238,7 +238,7 @@ def test_a_package_pinned_twice_by_markers_keeps_both_pins_and_hashes() -> None:
 @pytest.mark.parametrize("part", [*script.REQUIREMENTS, "build", "dev"])
 def test_each_requirement_of_a_part_is_pinned(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    names = [re.match(r"[A-Za-z0-9._-]+", requirement) for requirement in script.part_requirements(part)]
+    names = [re.match(r"[A-Za-z0-9._-]+", requirement) for requirement in script.find_part_requirements(part)]
     pinned = script.parse_constraints(Path("constraints.txt").read_text(encoding="utf-8"))
     assert {script.normalize_name(name[0]) for name in names if name} <= pinned.keys()
 
@@ -270,28 +270,30 @@ def test_an_installed_torch_keeps_its_version_and_its_pinned_dependencies(
         head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {found}\n"
         (folder / "METADATA").write_text(head + "".join(f"Requires-Dist: {want}\n" for want in wants))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert script.installed_torch() == {
+    assert script.read_installed_torch() == {
         "torch": "2.9.0",
         "triton": "3.5.0",
     }  # this torch was installed without its CUDA
     (tmp_path / "torch-2.9.0.dist-info" / "METADATA").unlink()
     (tmp_path / "torch-2.9.0.dist-info").rmdir()
-    assert script.installed_torch() == {}
+    assert script.read_installed_torch() == {}
 
 
 def test_an_image_needs_the_dependencies_of_its_package_and_the_contract(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert any(need.startswith("pytest>") for need in script.part_requirements("dev"))
-    assert any(need.startswith("obstore>") for need in script.part_requirements("trainer"))
-    assert script.part_requirements("build") == ["hatchling>=1.27"]
+    assert any(need.startswith("pytest>") for need in script.find_part_requirements("dev"))
+    assert any(need.startswith("obstore>") for need in script.find_part_requirements("trainer"))
+    assert script.find_part_requirements("build") == ["hatchling>=1.27"]
     for part in (*script.REQUIREMENTS, "dev"):
-        assert any(need.startswith("pydantic>") for need in script.part_requirements(part))
-        assert not [need for need in script.part_requirements(part) if need.startswith("trainium")]
+        assert any(need.startswith("pydantic>") for need in script.find_part_requirements(part))
+        assert not [need for need in script.find_part_requirements(part) if need.startswith("trainium")]
     for image, foreign in (("operator", "torch"), ("operator", "peft"), ("trainer", "kopf"), ("client", "aiohttp")):
-        assert not [need for need in script.part_requirements(image) if need.startswith(foreign)]
-    assert not [need for need in script.part_requirements("trainer") if need.startswith(("tensorboard", "matplotlib"))]
+        assert not [need for need in script.find_part_requirements(image) if need.startswith(foreign)]
+    assert not [
+        need for need in script.find_part_requirements("trainer") if need.startswith(("tensorboard", "matplotlib"))
+    ]
 
 
 def test_extras_of_our_packages_are_resolved_and_a_missing_package_is_an_error() -> None:
@@ -301,7 +303,7 @@ def test_extras_of_our_packages_are_resolved_and_a_missing_package_is_an_error()
             "project": {"dependencies": ["b"], "optional-dependencies": {"x": ["c"], "y": ["d<2"], "z": ["e"]}}
         },
     }
-    assert script.third_party_requirements("trainium-one==1", distributions) == {"a>=1", "b", "c", "d<2"}
+    assert script.find_third_party_requirements("trainium-one==1", distributions) == {"a>=1", "b", "c", "d<2"}
     del distributions["trainium-two"]
     with pytest.raises(SystemExit, match=r"trainium-two\[x,y\]==1 requires trainium-two, but .* is not here; add it"):
-        script.third_party_requirements("trainium-one==1", distributions)
+        script.find_third_party_requirements("trainium-one==1", distributions)

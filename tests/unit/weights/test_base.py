@@ -287,7 +287,7 @@ for name, full_size in parameter_sizes(weights.shape).items():
     sizes[0] //= 2  # the second half of a fully sharded tensor
     offsets[0] += sizes[0]
     tensors.append((name, tuple(offsets), tuple(sizes)))
-largest = max(weights.size(name).numel() for name, _, _ in tensors) * 2
+largest = max(weights.find_size(name).numel() for name, _, _ in tensors) * 2
 weights.fill(tensors[0][0], tensors[0][1], torch.empty(tensors[0][2], dtype=torch.bfloat16))  # load the libraries
 open("/proc/self/clear_refs", "w").write("5")
 before = peak_bytes()

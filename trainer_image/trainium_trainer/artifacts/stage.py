@@ -116,16 +116,11 @@ def write_artifacts(
             records=find_records_folder(config.checkpoint),
         )
         for number, kind in enumerate(kinds):
-            artifact_plan = inputs.plan_artifact(kind, config.artifacts.precision)
-            root = find_artifacts_root(config, checkpoint_root)
-            find = partial(_find_folder, root, kind, step, artifact_plan.identity, retry)
+            plan = inputs.plan_artifact(kind, config.artifacts.precision)
+            find = partial(_find_folder, find_artifacts_root(config, checkpoint_root), kind, step, plan.identity, retry)
             folder = compute_on_first_rank(peers, find)
-            manifest = write_artifact(
-                artifact_plan,
-                ArtifactStore(folder, retry),
-                peers,
-                heartbeat=lambda done, first=number: progress.enter_stage(RunStage.EXPORT, (first + done) / len(kinds)),  # type: ignore[misc]
-            )
+            heartbeat = partial(_report_share, progress, number, len(kinds))
+            manifest = write_artifact(plan, ArtifactStore(folder, retry), peers, heartbeat=heartbeat)
             report = ArtifactReport(
                 kind=kind,
                 path=folder,
@@ -138,6 +133,11 @@ def write_artifacts(
             if peers.rank == 0:
                 progress.record_artifact(report)
     return tuple(reports)
+
+
+def _report_share(progress: ProgressWriter | _BackgroundProgress, number: int, count: int, done: float) -> None:
+    """Report the share of the export that is done, `done` of artifact `number` of `count`."""
+    progress.enter_stage(RunStage.EXPORT, (number + done) / count)
 
 
 def create_milestone_hook(

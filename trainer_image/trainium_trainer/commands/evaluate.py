@@ -57,25 +57,72 @@ _TopK = Annotated[int | None, typer.Option(help="Draw from that many likeliest t
 _Stop = Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be repeated.")]
 _Seed = Annotated[int | None, typer.Option(help="Seed of the draws.")]
 _BatchSize = Annotated[int | None, typer.Option(help="Prompts that are answered at once; 8.", show_default=False)]
+_Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Hugging Face folder, or s3://bucket/prefix; several beside each other with --tasks.",
+        show_default=False,
+    ),
+]
+_EvaluatedConfig = Annotated[
+    Path | None,
+    typer.Option(
+        help="A TrainingJob or the trainer's configuration: its data.validation and evaluate.tasks are asked."
+    ),
+]
+_Tasks = Annotated[
+    str | None,
+    typer.Option(help="Measure by tasks of lm-eval instead, names with commas between: mmlu,hellaswag,gsm8k."),
+]
+_Shots = Annotated[int | None, typer.Option(help="--tasks: solved examples before each question.")]
+_Limit = Annotated[int | None, typer.Option(help="--tasks: most questions of each task.")]
+_TasksSeed = Annotated[int | None, typer.Option(help="--tasks: seed of the solved examples and of draws.")]
+_IncludePath = Annotated[
+    str | None, typer.Option(help="--tasks: folder with more task files, which may name local data.")
+]
+_ChatTemplate = Annotated[
+    bool, typer.Option("--chat-template", help="--tasks: ask by the chat template of the tokenizer.")
+]
+_KeepSamples = Annotated[
+    bool, typer.Option("--keep-samples", help="--tasks: write each question and its answers beside --output.")
+]
+_ComparedBase = Annotated[
+    str | None, typer.Option(help="The model to compare with, also the base of --adapter; the column before.")
+]
+_Samples = Annotated[
+    int | None, typer.Option(min=1, help="Most examples; default: evaluate.samples.", show_default=False)
+]
+_Markdown = Annotated[Path | None, typer.Option(help="File to write the table to.")]
+_Output = Annotated[Path | None, typer.Option(help="File to write figures and answers to, as JSON.")]
+_Message = Annotated[
+    Path | None,
+    typer.Option(help="--config: file to write the figures alone to: a pod's termination message."),
+]
+_AdapterBase = Annotated[str | None, typer.Option(help="The base model of --adapter.")]
+_Prompt = Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")]
+_Prompts = Annotated[
+    Path | None, typer.Option(help="File of prompts: one on each line, or .jsonl with a text or a record on each.")
+]
+_HeldOut = Annotated[
+    int | None, typer.Option(min=1, help="Ask the first examples that data.validation of --config holds back.")
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="One JSON object for each answer, on a line.")]
 
 
 def generate(
     model: _Model = None,
     *,
-    base: Annotated[str | None, typer.Option(help="The base model of --adapter.")] = None,
+    base: _AdapterBase = None,
     adapter: _Adapter = None,
     endpoint: _Endpoint = None,
     endpoint_model: _EndpointModel = None,
     endpoint_seconds: _EndpointSeconds = 300.0,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="File of prompts: one on each line, or .jsonl with a text or a record on each.")
-    ] = None,
+    prompt: _Prompt = None,
+    prompts: _Prompts = None,
     config: _Config = None,
     overrides: Overrides = None,
-    held_out: Annotated[
-        int | None, typer.Option(min=1, help="Ask the first examples that data.validation of --config holds back.")
-    ] = None,
+    held_out: _HeldOut = None,
     max_new_tokens: _MaxNewTokens = None,
     temperature: _Temperature = None,
     top_p: _TopP = None,
@@ -85,7 +132,7 @@ def generate(
     batch_size: _BatchSize = None,
     precision: _Type = ComputeType.AUTO,
     device: _Where = ComputeDevice.AUTO,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each answer, on a line.")] = False,
+    as_json: _AsJson = False,
 ) -> None:
     """Answer prompts with a model; with --config by the template that it was trained with."""
     if sum((bool(prompt), prompts is not None, held_out is not None)) != 1:
@@ -105,20 +152,10 @@ def generate(
         seed=seed,
         batchSize=batch_size,
     )
-    from trainium_trainer.evaluate.questions import (  # noqa: PLC0415 - torch
-        answer_questions,
-        build_questions,
-        read_held_out_questions,
-        read_prompts,
-    )
-
-    if held_out is not None:
-        assert training is not None
-        questions = list(read_held_out_questions(training.data, held_out).questions)
-    else:
-        texts = list(prompt or ()) or read_prompts(prompts)  # type: ignore[arg-type]  # one of them is given, see above
-        questions = build_questions(texts, training.data if training is not None else None)
+    questions = _open_questions(training, prompt, prompts, held_out)
     if models is not None:
+        from trainium_trainer.evaluate.questions import answer_questions  # noqa: PLC0415 - torch
+
         answers = answer_questions(models, questions, settings, device=device, precision=precision)
         for line in _format_answers(questions, answers, as_json=as_json):
             typer.echo(line)
@@ -126,111 +163,79 @@ def generate(
         _print_stream(server, questions, settings, as_json=as_json)
 
 
+def _open_questions(
+    training: TrainingConfig | None, texts: list[str] | None, file: Path | None, held_out: int | None
+) -> list[HeldOutExample]:
+    """Return the questions of the one origin that is given; those held back need a configuration. Raises UserError."""
+    from trainium_trainer.evaluate.questions import (  # noqa: PLC0415 - torch
+        build_questions,
+        read_held_out_questions,
+        read_prompts,
+    )
+
+    if held_out is not None:
+        assert training is not None
+        return list(read_held_out_questions(training.data, held_out).questions)
+    prompts = list(texts or ()) or read_prompts(file)  # type: ignore[arg-type]  # one of them is given
+    return build_questions(prompts, training.data if training is not None else None)
+
+
 def evaluate(
-    model: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="Hugging Face folder, or s3://bucket/prefix; several beside each other with --tasks.",
-            show_default=False,
-        ),
-    ] = None,
+    model: _Models = None,
     *,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="A TrainingJob or the trainer's configuration: its data.validation and evaluate.tasks are asked."
-        ),
-    ] = None,
+    config: _EvaluatedConfig = None,
     overrides: Overrides = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="Measure by tasks of lm-eval instead, names with commas between: mmlu,hellaswag,gsm8k."),
-    ] = None,
-    shots: Annotated[int | None, typer.Option(help="--tasks: solved examples before each question.")] = None,
-    limit: Annotated[int | None, typer.Option(help="--tasks: most questions of each task.")] = None,
-    seed: Annotated[int | None, typer.Option(help="--tasks: seed of the solved examples and of draws.")] = None,
-    include_path: Annotated[
-        str | None, typer.Option(help="--tasks: folder with more task files, which may name local data.")
-    ] = None,
-    chat_template: Annotated[
-        bool, typer.Option("--chat-template", help="--tasks: ask by the chat template of the tokenizer.")
-    ] = False,
-    keep_samples: Annotated[
-        bool, typer.Option("--keep-samples", help="--tasks: write each question and its answers beside --output.")
-    ] = False,
-    base: Annotated[
-        str | None, typer.Option(help="The model to compare with, also the base of --adapter; the column before.")
-    ] = None,
+    tasks: _Tasks = None,
+    shots: _Shots = None,
+    limit: _Limit = None,
+    seed: _TasksSeed = None,
+    include_path: _IncludePath = None,
+    chat_template: _ChatTemplate = False,
+    keep_samples: _KeepSamples = False,
+    base: _ComparedBase = None,
     adapter: _Adapter = None,
     endpoint: _Endpoint = None,
     endpoint_model: _EndpointModel = None,
     endpoint_seconds: _EndpointSeconds = 300.0,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Most examples; default: evaluate.samples.", show_default=False)
-    ] = None,
+    samples: _Samples = None,
     max_new_tokens: _MaxNewTokens = None,
     stop: _Stop = None,
     batch_size: _BatchSize = None,
     precision: _Type = ComputeType.AUTO,
     device: _Where = ComputeDevice.AUTO,
-    markdown: Annotated[Path | None, typer.Option(help="File to write the table to.")] = None,
-    output: Annotated[Path | None, typer.Option(help="File to write figures and answers to, as JSON.")] = None,
-    message: Annotated[
-        Path | None, typer.Option(help="--config: file to write the figures alone to: a pod's termination message.")
-    ] = None,
+    markdown: _Markdown = None,
+    output: _Output = None,
+    message: _Message = None,
 ) -> None:
     """Measure a model on held-out examples, its base beside it; or models by the tasks of lm-eval."""
     paths = list(model or ())
+    _check_origin(paths, config, tasks, keeps_samples=keep_samples, output=output)
     if tasks is not None:
-        if config is not None:
-            raise UserError("--tasks asks lm-eval's questions, --config the run's: give one of them")
-        if keep_samples and output is None:
-            raise UserError("--keep-samples goes with --output: the samples are written beside that file")
-        fields = {
-            "names": [name.strip() for name in tasks.split(",") if name.strip()],
-            "shots": shots,
-            "limit": limit,
-            "batchSize": batch_size,
-            "seed": seed,
-            "includePath": include_path,
-            "chatTemplate": chat_template,
-            "keepSamples": keep_samples,
-        }
-        wanted = validate(TasksConfig, {name: value for name, value in fields.items() if value is not None})
-        from trainium_trainer.evaluate.tasks import measure_tasks, read_report  # noqa: PLC0415 - torch
-
+        requested = _parse_tasks(
+            tasks,
+            shots=shots,
+            limit=limit,
+            batchSize=batch_size,
+            seed=seed,
+            includePath=include_path,
+            chatTemplate=chat_template,
+            keepSamples=keep_samples,
+        )
         server = _open_server(endpoint, endpoint_model, endpoint_seconds, *paths[1:], base, adapter)
         columns = (
-            _list_models(paths, base, adapter) if server is None else [ModelLocations(model=paths[0] if paths else "")]
+            _list_models(paths, base, adapter) if server is None else [ModelLocations(model=next(iter(paths), ""))]
         )
-
-        def keep(run: TaskRun) -> None:
-            _write((output, run.report.to_json()))
-
-        known = read_report(output) if output is not None else None
-        run = measure_tasks(
-            columns, wanted, device=device, precision=precision, endpoint=server, known=known, keep=keep
-        )
-        typer.echo(run.report.to_markdown(), nl=False)
-        _write((markdown, run.report.to_markdown()), (output, run.report.to_json()))
-        _write_samples(output, run)
+        _evaluate_tasks(columns, requested, server, output, markdown, device=device, precision=precision)
         return
-    if config is None:
-        raise UserError("give --config, whose data.validation and evaluate.tasks are asked, or --tasks")
-    if len(paths) > 1:
-        raise UserError(f"{paths[1]}: several models are compared by --tasks alone: give one MODEL, and --base")
+    assert config is not None
     training = load(config, overrides or ())
     server = _open_server(endpoint, endpoint_model, endpoint_seconds, *paths, base, adapter)
     generation = _merge_generation(training, maxNewTokens=max_new_tokens, stop=stop or None, batchSize=batch_size)
     max_samples = samples or training.evaluate.samples
     if server is not None:
-        from trainium_trainer.evaluate.questions import measure_endpoint  # noqa: PLC0415 - torch
-
-        with _show_progress() as heartbeat:
-            result = measure_endpoint(server, training.data, max_samples, generation, heartbeat=heartbeat)
+        result = _evaluate_endpoint(server, training, max_samples, generation)
     else:
-        models = _pick_models(paths[0] if paths else None, base, adapter, compared=True)
+        models = _pick_models(next(iter(paths), None), base, adapter, compared=True)
         from trainium_trainer.evaluate.compare import EvaluationSettings  # noqa: PLC0415 - torch
 
         settings = EvaluationSettings(generation=generation, device=device, precision=precision)
@@ -239,6 +244,57 @@ def evaluate(
     _write((markdown, result.to_markdown()), (output, result.to_json()))
     if message is not None:
         message.write_text(result.format_message())
+
+
+def _check_origin(
+    paths: list[str], config: Path | None, tasks: str | None, *, keeps_samples: bool, output: Path | None
+) -> None:
+    """Raise UserError unless exactly one of tasks and configuration is given, with the options that go with it."""
+    if tasks is not None and config is not None:
+        raise UserError("--tasks asks lm-eval's questions, --config the run's: give one of them")
+    if tasks is not None and keeps_samples and output is None:
+        raise UserError("--keep-samples goes with --output: the samples are written beside that file")
+    if tasks is None and config is None:
+        raise UserError("give --config, whose data.validation and evaluate.tasks are asked, or --tasks")
+    if tasks is None and len(paths) > 1:
+        raise UserError(f"{paths[1]}: several models are compared by --tasks alone: give one MODEL, and --base")
+
+
+def _parse_tasks(names: str, **fields: Any) -> TasksConfig:
+    """Return the tasks with these comma-separated names and the options that were given. Raises UserError."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    return validate(TasksConfig, {"names": [name.strip() for name in names.split(",") if name.strip()]} | given)
+
+
+def _evaluate_tasks(
+    columns: list[ModelLocations],
+    tasks: TasksConfig,
+    server: Endpoint | None,
+    output: Path | None,
+    markdown: Path | None,
+    **options: Any,
+) -> None:
+    """Measure models by tasks, print the table and write the files; continue the figures that `output` has."""
+    from trainium_trainer.evaluate.tasks import measure_tasks, read_report  # noqa: PLC0415 - torch
+
+    def keep(run: TaskRun) -> None:
+        _write((output, run.report.to_json()))
+
+    known = read_report(output) if output is not None else None
+    run = measure_tasks(columns, tasks, endpoint=server, known=known, keep=keep, **options)
+    typer.echo(run.report.to_markdown(), nl=False)
+    _write((markdown, run.report.to_markdown()), (output, run.report.to_json()))
+    _write_samples(output, run)
+
+
+def _evaluate_endpoint(
+    server: Endpoint, training: TrainingConfig, count: int, generation: GenerationConfig
+) -> EvaluationResult:
+    """Return the figures of a server on held-out examples."""
+    from trainium_trainer.evaluate.questions import measure_endpoint  # noqa: PLC0415 - torch
+
+    with _show_progress() as heartbeat:
+        return measure_endpoint(server, training.data, count, generation, heartbeat=heartbeat)
 
 
 def _evaluate_config(

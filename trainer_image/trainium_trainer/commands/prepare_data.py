@@ -68,6 +68,11 @@ def prepare_data(
         return
     if not source or output is None:
         raise UserError("prepare-data: needs --config FILE, or --source and --output")
+    _prepare_texts(source, output, _check(tokenizer, vocab_size, text_field, workers, max_bad_lines), bos)
+
+
+def _prepare_texts(sources: Sequence[str], output: Path, config: DataConfig, bos: BosToken) -> None:
+    """Tokenize texts into a folder of Arrow files."""
     from trainium_trainer.data.prepared.build import build  # noqa: PLC0415 - numpy, only for this command
     from trainium_trainer.data.prepared.text_sources import (  # noqa: PLC0415
         PreparedRecipe,
@@ -82,19 +87,18 @@ def prepare_data(
         find_tokenizer_file,
     )
 
-    checked = _check(tokenizer, vocab_size, text_field, workers, max_bad_lines)
-    specs = tuple(SourceSpec(pin_source(name), text_field) for name in source)
-    with use_cache(find_cache_directory(checked)) as cache:
-        if checked.tokenizer.path is not None:
-            file = find_tokenizer_file(checked.tokenizer)
+    specs = tuple(SourceSpec(pin_source(name), config.text_field) for name in sources)
+    with use_cache(find_cache_directory(config)) as cache:
+        if config.tokenizer.path is not None:
+            file = find_tokenizer_file(config.tokenizer)
             count_entries(file)
         else:
-            file = train_for_texts(specs, vocab_size, cache)
-        recipe = PreparedRecipe(specs, file, max_bad_lines, bos_prefix=find_document_bos_prefix(bos, file))
+            file = train_for_texts(specs, config.tokenizer.vocab_size, cache)
+        recipe = PreparedRecipe(specs, file, config.max_bad_lines, bos_prefix=find_document_bos_prefix(bos, file))
         key = recipe.compute_key(cache)
     bar = _ProgressBar("documents")
     with bar:
-        manifest = build(output.absolute(), recipe.open_inputs(), key, workers=workers, progress=bar.update)
+        manifest = build(output.absolute(), recipe.open_inputs(), key, workers=config.workers, progress=bar.update)
     typer.echo(_format_summary(output, manifest, bar))
 
 

@@ -40,11 +40,11 @@ TRACES_FOLDER = "profiles"
 _MAX_BYTES = 512 << 20
 _KEPT = 10
 _PARTS = (
-    ("loader", "batch_at", "wait for data"),
+    ("loader", "read_batch", "wait for data"),
     ("backend", "accumulate", "forward and backward"),
-    ("backend", "totals", "sum totals"),
+    ("backend", "sum_totals", "sum totals"),
     ("backend", "step", "reduce gradients and update"),
-    ("manager", "after_step", "checkpoint"),
+    ("manager", "save_step", "checkpoint"),
     ("recorder", "step", "write records"),
 )
 """Parts of a step that become spans: an object of the run, its method, and the name of the span."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -44,6 +44,7 @@ from trainium_worker.pulse import Activity
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
+    from trainium_contract.trainer.parallelism import BackendChoice
     from trainium_trainer.backends.base import Backend, Mesh
     from trainium_trainer.loop.stop import StopRequest
     from trainium_trainer.monitor.progress import ProgressWriter
@@ -92,47 +93,127 @@ class Run:
     """The newest one that this process has computed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInputs:
+    """The inputs of a run, opened before a device or a process group is touched."""
+
+    settings: Settings
+    """The settings with the number of steps that the data determines."""
+    data: Dataset
+    initial_weights: InitialWeights
+    revisions: RunRevisions
+    """The revisions of the data, which rank 0 records once the run has a state."""
+    run_progress: RunProgress
+
+    def list_fixed_settings(self) -> dict[str, Any]:
+        """Return the settings that must not change between starts of the run."""
+        return self.data.settings | self.settings.list_fixed_settings(
+            self.data.identity, hash_tokenizer(self.data.tokenizer), self.initial_weights.digests
+        )
+
+
 def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Run:
     """Open the data, connect to the other ranks, build the state and find the position to resume. Collective."""
-    launch, timer = settings.launch, StartupTimer()
-    # Check packages, devices and data before a device or a process group is touched.
+    timer = StartupTimer()
+    backend_choice = _check_requirements(settings)
+    inputs = _open_inputs(settings)
+    timer.end_phase("data")
+    backend = create_backend(backend_choice, inputs.settings, progress.pulse)
+    timer.end_phase("process group")
+    _check_ranks(inputs, backend, progress)
+    backend.build()
+    timer.end_phase("model")
+    progress.pulse.enter(Activity.LOAD)
+    _load_fixed_weights(inputs, backend, timer)
+    fixed_settings = inputs.list_fixed_settings()
+    manager, position = _restore_state(inputs, backend, progress, fixed_settings)
+    timer.end_phase("state")
+    report_warnings(manager, progress, 0)
+    recorder, monitor, trackers = _open_records(inputs, backend, progress, fixed_settings, position)
+    loader = _open_run_loader(inputs, backend.mesh)
+    timer.end_phase("files")
+    run_progress = inputs.run_progress
+    progress.publish(total_steps=run_progress.count_total_steps(position))
+    progress.record_resume(position.step, tokens=position.tokens, samples=position.samples)
+    progress.publish(memory_step=manager.memory_step, durable_step=manager.durable_step)
+    _log_start(inputs, backend.mesh, timer, f"step {position.step} from {manager.resumed_from}")
+    return Run(
+        config=inputs.settings.config,
+        run_progress=run_progress,
+        backend=backend,
+        data=inputs.data,
+        loader=loader,
+        manager=manager,
+        recorder=recorder,
+        monitor=monitor,
+        progress=progress,
+        position=position,
+        stop=stop,
+        initial_weights=inputs.initial_weights,
+        trackers=trackers,
+    )
+
+
+def _check_requirements(settings: Settings) -> BackendChoice:
+    """Check packages, devices and the repository to push to; return the backend. Raises UserError."""
     refuse_missing_trackers(settings.config.monitor.trackers)
     backend_choice = find_backend(settings)
-    if launch.rank == 0 and settings.config.artifacts.push is not None and not launch.is_restart:
+    if settings.launch.rank == 0 and settings.config.artifacts.push is not None and not settings.launch.is_restart:
         from trainium_trainer.artifacts.push import open_repository  # noqa: PLC0415 - few runs push
 
         open_repository(settings.config)
+    return backend_choice
+
+
+def _open_inputs(settings: Settings) -> RunInputs:
+    """Open the data of the run's revisions and the initial weights."""
+    config, launch = settings.config, settings.launch
     revisions = RunRevisions(
-        open_storage(settings.config.checkpoint.path), rank=launch.rank, open_store=lambda: open_store(launch)
+        open_storage(config.checkpoint.path), rank=launch.rank, open_store=lambda: open_store(launch)
     )
-    settings, data = _open_run_data(settings, revisions)
-    config = settings.config
-    run_progress = RunProgress.of(settings, data.epoch_samples)
-    initial_weights = InitialWeights.open(config, settings.shape)
-    timer.end_phase("data")
-    backend = create_backend(backend_choice, settings, progress.pulse)
-    timer.end_phase("process group")
+    config = config.model_copy(update={"data": revisions.pin(config.data)})
+    with divide_file_checks(launch.local_rank, launch.local_world_size):
+        data = open_run_data(config)
+    settings = replace(settings, config=resolve_steps(config, data.epoch_samples))
+    return RunInputs(
+        settings=settings,
+        data=data,
+        initial_weights=InitialWeights.open(settings.config, settings.shape),
+        revisions=revisions,
+        run_progress=RunProgress.of(settings, data.epoch_samples),
+    )
+
+
+def _check_ranks(inputs: RunInputs, backend: Backend, progress: ProgressWriter) -> None:
+    """Check the memory of the device, and that all ranks read the same inputs. Collective. Raises UserError."""
+    config = inputs.settings.config
     if config.evaluate.enabled and config.evaluate.tasks is not None:
         from trainium_trainer.evaluate.stage import refuse_unmeasurable  # noqa: PLC0415 - imports transformers
 
         refuse_unmeasurable(backend.mesh.device.type)
-    if launch.world_size > 1:
-        _refuse_unequal_ranks(config, backend, data, initial_weights)
-    for warning in check_device_memory(settings, backend.mesh.device):
+    if inputs.settings.launch.world_size > 1:
+        _refuse_unequal_ranks(config, backend, inputs.data, inputs.initial_weights)
+    for warning in check_device_memory(inputs.settings, backend.mesh.device):
         _log.warning("%s", warning)
         progress.write_notice(warning)
-    backend.build()
-    timer.end_phase("model")
-    progress.pulse.enter(Activity.LOAD)
-    if initial_weights.reference is not None:
-        load_references(settings, data, initial_weights.reference, backend)
+
+
+def _load_fixed_weights(inputs: RunInputs, backend: Backend, timer: StartupTimer) -> None:
+    """Compute what a reference model contributes, and load the weights that the run does not train."""
+    weights = inputs.initial_weights
+    if weights.reference is not None:
+        load_references(inputs.settings, inputs.data, weights.reference, backend)
         timer.end_phase("references")
-    if initial_weights.base is not None and config.tuning.freezes:
-        backend.load_frozen(initial_weights.base)
+    if weights.base is not None and inputs.settings.config.tuning.freezes:
+        backend.load_frozen(weights.base)
         timer.end_phase("base")
-    fixed_settings = data.settings | settings.list_fixed_settings(
-        data.identity, hash_tokenizer(data.tokenizer), initial_weights.digests
-    )
+
+
+def _restore_state(
+    inputs: RunInputs, backend: Backend, progress: ProgressWriter, fixed_settings: dict[str, Any]
+) -> tuple[CheckpointManager, Position]:
+    """Resume the newest state, or initialize it; return it with its position. Collective."""
+    config, launch, weights = inputs.settings.config, inputs.settings.launch, inputs.initial_weights
     manager = CheckpointManager(
         config.checkpoint,
         state=backend.state,
@@ -140,23 +221,32 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
         start=RunStart(launch.generation, launch.job, launch.run_id),
         memory_directory=launch.memory_directory,
         after_milestone=create_milestone_hook(
-            config, backend.mesh, progress, base=initial_weights.base, tokenizer=data.tokenizer
+            config, backend.mesh, progress, base=weights.base, tokenizer=inputs.data.tokenizer
         ),
         settings=fixed_settings,
     )
     with progress.pulse.work_with_collectives:
         position = manager.resume()
     if launch.rank == 0:
-        revisions.write()
+        inputs.revisions.write()
     if position is None:
-        backend.initialize(config.seed, initial_weights.base, initial_weights.adapter)
+        backend.initialize(config.seed, weights.base, weights.adapter)
         position = Position(step=0, samples=0, tokens=0)
-    timer.end_phase("state")
-    report_warnings(manager, progress, 0)
-    mesh = backend.mesh
+    return manager, position
+
+
+def _open_records(
+    inputs: RunInputs,
+    backend: Backend,
+    progress: ProgressWriter,
+    fixed_settings: dict[str, Any],
+    position: Position,
+) -> tuple[Recorder, StepMonitor, TrackerProcess | None]:
+    """Truncate the records of the run to a position, and open recorder, monitor and trackers. Collective."""
+    config, launch, mesh = inputs.settings.config, inputs.settings.launch, backend.mesh
     root = find_records_folder(config.checkpoint)
     history = History(root, launch.memory_directory, progress)
-    monitor = history.open(settings, run_progress, position, data, mesh)
+    monitor = history.open(inputs.settings, inputs.run_progress, position, inputs.data, mesh)
     if config.monitor.record_samples and mesh.world_size > 1:
         backend.barrier()  # no rank may append to a file that rank 0 is still truncating
     recorder = Recorder(
@@ -169,10 +259,17 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
         fallback=history.fallback,
         notify=history.notify,
     )
-    has_trackers = mesh.rank == 0 and config.monitor.trackers
-    trackers = TrackerProcess(settings, root, fixed_settings, step=position.step) if has_trackers else None
-    loader = open_loader(
-        data,
+    if mesh.rank != 0 or not config.monitor.trackers:
+        return recorder, monitor, None
+    trackers = TrackerProcess(inputs.settings, root, fixed_settings, step=position.step)
+    return recorder, monitor, trackers
+
+
+def _open_run_loader(inputs: RunInputs, mesh: Mesh) -> Loader:
+    """Open the loader of this rank's share of each step. Collective if it tokenizes online."""
+    config, run_progress = inputs.settings.config, inputs.run_progress
+    return open_loader(
+        inputs.data,
         Share(
             global_size=run_progress.batch,
             micro_size=config.batch.micro_size,
@@ -181,52 +278,28 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
             end=run_progress.end,
         ),
         ahead=config.data.prefetch_steps,
-        counts_folder=root / "data",
+        counts_folder=find_records_folder(config.checkpoint) / "data",
         writes=mesh.counts_samples,
-        sample_group=_find_sample_group(mesh) if isinstance(data.training, Streams) else None,
+        sample_group=_find_sample_group(mesh) if isinstance(inputs.data.training, Streams) else None,
     )
-    timer.end_phase("files")
-    progress.publish(total_steps=run_progress.count_total_steps(position))
-    progress.record_resume(position.step, tokens=position.tokens, samples=position.samples)
-    progress.publish(memory_step=manager.memory_step, durable_step=manager.durable_step)
-    if mesh.rank == 0 and data.report is not None:
-        _log.info("data: %s", data.report.format_line())
+
+
+def _log_start(inputs: RunInputs, mesh: Mesh, timer: StartupTimer, position: str) -> None:
+    """Log the phases of start-up, the size of the model, its division, and the position of the state."""
+    settings = inputs.settings
+    if mesh.rank == 0 and inputs.data.report is not None:
+        _log.info("data: %s", inputs.data.report.format_line())
     _log.info(
-        "%s; %s parameters%s, data parallel %d, tensor parallel %d, pipeline %d%s, step %d from %s",
+        "%s; %s parameters%s, data parallel %d, tensor parallel %d, pipeline %d%s, %s",
         timer.format_summary(),
         f"{count_parameters(settings.shape):,}",
-        f" ({settings.trainable.trained:,} are trained)" if config.tuning.freezes else "",
+        f" ({settings.trainable.trained:,} are trained)" if settings.config.tuning.freezes else "",
         mesh.data_size,
         mesh.tp_size,
         mesh.pp_size,
         f", context {mesh.cp_size}" if mesh.cp_size > 1 else "",
-        position.step,
-        manager.resumed_from,
+        position,
     )
-    return Run(
-        config=config,
-        run_progress=run_progress,
-        backend=backend,
-        data=data,
-        loader=loader,
-        manager=manager,
-        recorder=recorder,
-        monitor=monitor,
-        progress=progress,
-        position=position,
-        stop=stop,
-        initial_weights=initial_weights,
-        trackers=trackers,
-    )
-
-
-def _open_run_data(settings: Settings, revisions: RunRevisions) -> tuple[Settings, Dataset]:
-    """Open the data of the run's revisions; return them with the settings whose number of steps is known."""
-    config, launch = settings.config, settings.launch
-    config = config.model_copy(update={"data": revisions.pin(config.data)})
-    with divide_file_checks(launch.local_rank, launch.local_world_size):
-        data = open_run_data(config)
-    return replace(settings, config=resolve_steps(config, data.epoch_samples)), data
 
 
 def _refuse_unequal_ranks(

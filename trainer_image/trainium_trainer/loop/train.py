@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
@@ -28,8 +28,10 @@ from trainium_trainer.monitor.step_metrics import StepMetrics
 from trainium_worker.progress_record import ProgressPhase
 
 if TYPE_CHECKING:
-    from trainium_trainer.backends.base import Evaluation, StepOutcome
+    from trainium_trainer.backends.base import Evaluation, StepOutcome, StepTotals
+    from trainium_trainer.checkpoint.interfaces import Position
     from trainium_trainer.configuration.config import Settings
+    from trainium_trainer.data.loader import RankBatch
     from trainium_trainer.loop.stop import StopRequest
 
 _log = logging.getLogger("trainium.train")
@@ -66,9 +68,22 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
     return code
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """The result of one step, equal on all ranks."""
+
+    totals: StepTotals
+    outcome: StepOutcome
+    learning_rate: float
+    position: Position
+    """The position after the step."""
+    started_at: float
+    """The monotonic time before the reduction of the totals, in which a stopped process can pause."""
+
+
 def run_steps(run: Run, profiler: StepProfiler) -> ExitCode:
     """Run steps until the last one or until any rank is asked to stop. Collective."""
-    config, run_progress, manager, pulse = run.config, run.run_progress, run.manager, run.progress.pulse
+    run_progress, manager = run.run_progress, run.manager
     steps = run_progress.count_total_steps(run.position)
     skipped_in_a_row = 0
     reported_warnings = len(manager.warnings)
@@ -78,55 +93,19 @@ def run_steps(run: Run, profiler: StepProfiler) -> ExitCode:
         step = run.position.step + 1
         if profiler.windows:
             step_began += profiler.start_window(step)
-        batch_size = run_progress.compute_next_batch(run.position.samples)
         batch = run.loader.read_batch(run.position.samples)
-        for number, micro_batch in enumerate(batch.micro_batches, start=1):
-            run.backend.accumulate(micro_batch, last=number == len(batch.micro_batches))
-        with pulse.saving():
-            manager.finish_snapshot()
-        update_started_at = time.monotonic()  # before a pause can occur inside the collective
-        totals = run.backend.sum_totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
-        next_position = replace(run.position, step=step, samples=run.position.samples + batch_size, batch=batch_size)
-        rate = compute_learning_rate(config, run_progress.count_completed_steps(next_position) - 1)
-        outcome = run.backend.step(divisor=totals.divisor, learning_rate=rate, clip_norm=config.optimizer.clip_norm)
-        skipped_in_a_row = 0 if outcome.applied else skipped_in_a_row + 1
-        if not outcome.applied:
-            _report_skipped_step(run, step, outcome, skipped_in_a_row)
-        run.position = replace(
-            next_position,
-            tokens=next_position.tokens + totals.tokens * outcome.applied,
-            loss=outcome.loss,
-            grad_norm=outcome.gradient_norm,
-        )
-        is_last = run_progress.is_over(run.position)
+        update = _update_state(run, batch)
+        skipped_in_a_row = 0 if update.outcome.applied else skipped_in_a_row + 1
+        if not update.outcome.applied:
+            _report_skipped_step(run, step, update.outcome, skipped_in_a_row)
+        run.position = update.position
+        stop, is_last = update.totals.stop, run_progress.is_over(run.position)
         now = time.perf_counter()
         seconds, step_began = now - step_began, now
-        norm_steps = config.monitor.parameter_norm_steps
-        norm = run.backend.compute_parameter_norm() if norm_steps and step % norm_steps == 0 else None
-        validation = None if totals.stop and not is_last else _validate(run, step, is_last=is_last)
-        measured = StepMetrics(
-            step=step,
-            loss=outcome.loss,
-            grad_norm=outcome.gradient_norm,
-            learning_rate=rate,
-            tokens=run.position.tokens,
-            samples=run.position.samples,
-            batch=batch_size,
-            seconds=seconds,
-            parameter_norm=norm,
-            validation_loss=None if validation is None else validation.loss,
-            rewards=totals.rewards,
-            validation_rewards=None if validation is None else validation.rewards,
-        )
-        metrics, alerts = run.monitor.step(measured, new_tokens=totals.tokens)
+        measured = _measure_step(run, update, seconds=seconds, is_last=is_last)
+        metrics, alerts = run.monitor.step(measured, new_tokens=update.totals.tokens)
         step_began += time.perf_counter() - now  # validation time does not count as time of the next step
-        with pulse.saving():  # these write to storage or copy the state
-            if run.recorder.writes:
-                manager.check_owner(update_started_at)
-            run.recorder.record_samples(step, batch.samples)
-            run.recorder.step(metrics)
-            if outcome.applied:
-                manager.save_step(run.position, totals.votes)
+        _record_step(run, update, batch, metrics)
         run.progress.record_step(metrics, seconds=seconds)
         if run.backend.mesh.rank == 0:  # only the monitors of rank 0 have the whole history
             for alert in alerts:
@@ -134,20 +113,73 @@ def run_steps(run: Run, profiler: StepProfiler) -> ExitCode:
                 run.progress.write_alert(alert.kind, step, alert.message)
         run.progress.publish(memory_step=manager.memory_step, durable_step=manager.durable_step)
         reported_warnings = report_warnings(manager, run.progress, reported_warnings)
-        if run.backend.mesh.rank == 0 and (is_last or totals.stop or now - last_line >= _SECONDS_BETWEEN_LINES):
+        if run.backend.mesh.rank == 0 and (is_last or stop or now - last_line >= _SECONDS_BETWEEN_LINES):
             last_line = now
             speed = metrics.tokens_per_second or 0.0
             digits = 0 if speed >= 10 else 2
-            _log.info("step %d/%d: loss %.4f, %.*f tokens/s", step, steps, outcome.loss, digits, speed)
+            _log.info("step %d/%d: loss %.4f, %.*f tokens/s", step, steps, update.outcome.loss, digits, speed)
         if profiler.windows:
             step_began += profiler.end_window(step)
-        if totals.stop and not is_last:
-            return _save_and_leave(run, memory_ends=totals.memory_ends)
+        if stop and not is_last:
+            return _save_and_leave(run, memory_ends=update.totals.memory_ends)
     run.stop.record_agreement()
-    with pulse.saving():
+    with run.progress.pulse.saving():
         manager.finish(run.position)
     run.progress.publish(memory_step=manager.memory_step, durable_step=manager.durable_step)
     return ExitCode.FINISHED
+
+
+def _update_state(run: Run, batch: RankBatch) -> _Update:
+    """Compute the gradients of a batch and update the state, unless they are not finite. Collective."""
+    config, backend, manager = run.config, run.backend, run.manager
+    for number, micro_batch in enumerate(batch.micro_batches, start=1):
+        backend.accumulate(micro_batch, last=number == len(batch.micro_batches))
+    with run.progress.pulse.saving():
+        manager.finish_snapshot()
+    started_at = time.monotonic()
+    totals = backend.sum_totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
+    batch_size = run.run_progress.compute_next_batch(run.position.samples)
+    position = replace(
+        run.position, step=run.position.step + 1, samples=run.position.samples + batch_size, batch=batch_size
+    )
+    rate = compute_learning_rate(config, run.run_progress.count_completed_steps(position) - 1)
+    outcome = backend.step(divisor=totals.divisor, learning_rate=rate, clip_norm=config.optimizer.clip_norm)
+    tokens = position.tokens + totals.tokens * outcome.applied
+    position = replace(position, tokens=tokens, loss=outcome.loss, grad_norm=outcome.gradient_norm)
+    return _Update(totals=totals, outcome=outcome, learning_rate=rate, position=position, started_at=started_at)
+
+
+def _measure_step(run: Run, update: _Update, *, seconds: float, is_last: bool) -> StepMetrics:
+    """Return the figures of a step, with those of a validation where one is due. Collective."""
+    position, outcome, norm_steps = update.position, update.outcome, run.config.monitor.parameter_norm_steps
+    assert position.batch is not None  # every update sets it
+    norm = run.backend.compute_parameter_norm() if norm_steps and position.step % norm_steps == 0 else None
+    validation = None if update.totals.stop and not is_last else _validate(run, position.step, is_last=is_last)
+    return StepMetrics(
+        step=position.step,
+        loss=outcome.loss,
+        grad_norm=outcome.gradient_norm,
+        learning_rate=update.learning_rate,
+        tokens=position.tokens,
+        samples=position.samples,
+        batch=position.batch,
+        seconds=seconds,
+        parameter_norm=norm,
+        validation_loss=None if validation is None else validation.loss,
+        rewards=update.totals.rewards,
+        validation_rewards=None if validation is None else validation.rewards,
+    )
+
+
+def _record_step(run: Run, update: _Update, batch: RankBatch, metrics: StepMetrics) -> None:
+    """Record samples and figures of a step, take its snapshot, and start a durable save if the ranks voted for one."""
+    with run.progress.pulse.saving():  # these write to storage or copy the state
+        if run.recorder.writes:
+            run.manager.check_owner(update.started_at)
+        run.recorder.record_samples(update.position.step, batch.samples)
+        run.recorder.step(metrics)
+        if update.outcome.applied:
+            run.manager.save_step(update.position, update.totals.votes)
 
 
 def _validate(run: Run, step: int, *, is_last: bool) -> Evaluation | None:

@@ -309,7 +309,7 @@ class Llama(nn.Module):
         """Map [batch, sequence] token ids to [batch, sequence, vocabulary] logits.
 
         `length` is the length of the whole sequence where the input is a part of it. `positions` [batch, sequence] mask
-        documents from each other, see `rope.context_at_positions`. `samples` [batch] int32 identify the samples for
+        documents from each other, see `rope.select_positions`. `samples` [batch] int32 identify the samples for
         dropout; None disables it. With a `loss` the result of the loss is returned.
         """
         context = self.compute_rotary_table(length or tokens.shape[1], tokens.device)

@@ -354,8 +354,8 @@ def test_the_agent_that_asked_concludes_once_all_have_answered() -> None:
     assert second.is_open
     assert not first.is_open
     assert second.conclude(0) is None, "one answer is missing"
-    first.answer(shared.state())
-    first.answer(shared.state())  # one answer per inquiry
+    first.answer(shared.read_state())
+    first.answer(shared.read_state())  # one answer per inquiry
     finding = second.conclude(0)
     assert finding is not None
     assert [*finding.culprits] == [0]
@@ -393,13 +393,13 @@ def test_an_agent_takes_over_only_an_overdue_inquiry(clock: list[float]) -> None
     shared = FakeGenerationStore()
     first, second = create_inquiries(shared)
     first.open(0)
-    second.answer(shared.state())
+    second.answer(shared.read_state())
     second.open(0)
     assert not second.is_open
     clock[0] += 1000.0
     second.open(0)
     assert second.is_open, "the asking agent is assumed to have failed"
-    first.answer(shared.state())
+    first.answer(shared.read_state())
     assert not first.is_open, "another agent took over"
 
 
@@ -408,7 +408,7 @@ def test_an_open_inquiry_is_not_repeated_and_is_forgotten_with_its_attempt(clock
     first = create_inquiries(shared)[0]
     first.open(0)
     first.open(0)
-    assert shared.state().inquiry == 1
+    assert shared.read_state().inquiry == 1
     first.reset()
     assert not first.is_open
 
@@ -417,13 +417,13 @@ def test_an_inquiry_times_out_and_answers_to_it_do_not_count_for_the_next(clock:
     shared = FakeGenerationStore()
     first, second, third = create_inquiries(shared, 3)
     third.open(0)
-    second.answer(shared.state())
+    second.answer(shared.read_state())
     clock[0] += 1000.0
     finding = third.conclude(0)
     assert finding is not None
     clock[0] += 1000.0
     second.open(0)  # the third's answer belongs to the first inquiry
-    first.answer(shared.state())
+    first.answer(shared.read_state())
     clock[0] += 1000.0
     assert set(second._read_answers(shared, 0)) == {0, 1}  # type: ignore[arg-type]
 

@@ -96,10 +96,10 @@ def test_an_announcement_to_a_lost_store_is_no_error() -> None:
     tasks, tasks_without_store = blocking_tasks(shared), blocking_tasks(LostStore())
     announce_broken = actions.SimpleTask.ANNOUNCE_BROKEN
     assert tasks.perform(announce_broken, TASK_CONTEXT) == events.SimpleResult.DONE
-    assert shared.state().broken
+    assert shared.read_state().broken
     leave = actions.Announce(leaving=True, superseded_by=5)
     assert tasks.perform(leave, TASK_CONTEXT) == events.SimpleResult.DONE
-    assert (shared.state().leaving, shared.state().superseded_by) == (True, 5)
+    assert (shared.read_state().leaving, shared.read_state().superseded_by) == (True, 5)
     assert tasks_without_store.perform(announce_broken, TASK_CONTEXT) == events.SimpleResult.DONE
     check = actions.SimpleTask.CHECK_YIELDED
     assert tasks_without_store.perform(check, TASK_CONTEXT).state is None  # type: ignore[union-attr]
@@ -208,24 +208,24 @@ def supervisor(loop: Any = None, *, checks: Any = (PreflightCheck.CLOCK,)) -> An
 def test_a_wrong_clock_is_reported_once_and_again_when_corrected(caplog: pytest.LogCaptureFixture) -> None:
     agent = supervisor()
     for coordinator_time in (1000.0, 2000.0, 2000.0, 1000.0, 1000.0):
-        agent._on_coordinator_time(coordinator_time, 1000.0, 1000.1)
+        agent._handle_coordinator_time(coordinator_time, 1000.0, 1000.1)
     assert [check.passed for check in agent._report.checks] == [True, False, False, True]
     assert caplog.text.count("The node's clock is") == 1
 
 
 def test_a_disabled_clock_check_reports_nothing() -> None:
     agent = supervisor(checks=())
-    agent._on_coordinator_time(5000.0, 1000.0, 1000.1)
+    agent._handle_coordinator_time(5000.0, 1000.0, 1000.1)
     assert agent._report.checks == []
 
 
 def test_a_node_that_fails_its_checks_is_unfit_and_has_the_finding_as_verdict() -> None:
     unfit = supervisor()
-    unfit._on_checked("core 3 computes wrong numbers")
+    unfit._handle_check_result("core 3 computes wrong numbers")
     assert [sentence for _, sentence in unfit._report.verdicts] == ["core 3 computes wrong numbers"]
     assert unfit._pod.unfit
     fit = supervisor()
-    fit._on_checked("")
+    fit._handle_check_result("")
     assert fit._pod.checked
     assert not fit._pod.unfit
 
@@ -242,9 +242,9 @@ async def test_a_failed_task_ends_the_pod_and_a_cancelled_one_does_not() -> None
     await asyncio.sleep(0)
     cancelled.cancel()
     await asyncio.gather(cancelled, failed, return_exceptions=True)
-    agent._on_task_end(cancelled)
+    agent._handle_task_end(cancelled)
     assert agent.codes == []
-    agent._on_task_end(failed)
+    agent._handle_task_end(failed)
     agent._fail("and once more")
     assert agent.codes == [supervisor_module._INTERNAL_ERROR], "the first error counts"
 

@@ -244,7 +244,7 @@ import sys
 from trainium_agent.ranks import rank_exit
 from trainium_agent.ranks.python_command import run_command
 rank_exit.register()
-with rank_exit.recording():
+with rank_exit.record_exit():
     run_command(["python", "stop.py", sys.argv[1]])
 """
 

@@ -118,7 +118,7 @@ def test_a_signal_to_the_process_group_ends_all_processes(tmp_path: Path) -> Non
         "from trainium_trainer.compile.process_pool import ProcessPool\n"
         "pool = ProcessPool(1)\n"
         f"command = [sys.executable, '-c', {START_CHILD!r}, sys.argv[1]]\n"
-        "pool.for_each([0], lambda *_: pool.run(command, '', os.environ))\n"
+        "pool.call_for_each([0], lambda *_: pool.run(command, '', os.environ))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(pid_file)], start_new_session=True)
     try:

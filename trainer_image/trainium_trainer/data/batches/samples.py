@@ -2,8 +2,8 @@
 
 Guarantees:
 - The mixture chooses the source of sample number g (0, 1, 2, ...).
-- Within its source it has number n, which selects `shuffled(n)`: each epoch of a source has each of its samples once,
-  in a new order.
+- Within its source it has number n, which selects `find_shuffled_item(n)`: each epoch of a source has each of its
+  samples once, in a new order.
 - Where epochs are counted, an epoch covers all sources together and is padded to a full batch.
 - The position (the count of samples consumed) is the whole state, so a run may stop and continue at any size.
 - The shares of the ranks in a step are contiguous, differ by at most one sample and together form the step's batch.

@@ -160,7 +160,6 @@ def open_examples(
     batch = global_size if epochs else None
     if batch is not None:
         refuse_weights(weights)
-    examples = config.examples
     rules = SampleRules(
         sequence_length=config.sequence_length,
         vocabulary=count_entries(tokenizer),
@@ -169,20 +168,7 @@ def open_examples(
         padding=sources[0].stored.manifest.end_of_document,
     )
 
-    def build_sample_source(source: ExampleSource, chosen: NDArray[np.bool_]) -> ExampleSampleSource | PairSampleSource:
-        if config.format is DataFormat.PREFERENCE:
-            learns_prompts = examples.loss is LossOn.ALL
-            return PairSampleSource(source.recipe.source, source.stored, chosen, learns_prompts=learns_prompts)
-        return ExampleSampleSource(
-            source.recipe.source,
-            source.stored,
-            chosen,
-            config.sequence_length,
-            packing=examples.packing,
-            masked=config.masked,
-        )
-
-    sample_sources = [build_sample_source(source, ~source.held_back) for source in sources]
+    sample_sources = [_build_sample_source(config, source, ~source.held_back) for source in sources]
     for sample_source in sample_sources:
         if not sample_source.count_samples(rules):
             raise UserError(
@@ -196,7 +182,7 @@ def open_examples(
         else:
             held_out = list(sources)
         held_back = Samples(
-            [build_sample_source(source, source.held_back) for source in held_out],
+            [_build_sample_source(config, source, source.held_back) for source in held_out],
             weights,
             seed=config.seed,
             rules=rules,
@@ -204,6 +190,24 @@ def open_examples(
         validation = ValidationSet(held_back, config.validation.samples)
     identity = _compute_identity(config, sources, tokenizer, batch)
     return ExampleDataset(training, validation, identity, tokenizer, _report(config, sources, training), tuple(sources))
+
+
+def _build_sample_source(
+    config: DataConfig, source: ExampleSource, chosen: NDArray[np.bool_]
+) -> ExampleSampleSource | PairSampleSource:
+    """Build the samples of the chosen examples of a source."""
+    examples = config.examples
+    if config.format is DataFormat.PREFERENCE:
+        learns_prompts = examples.loss is LossOn.ALL
+        return PairSampleSource(source.recipe.source, source.stored, chosen, learns_prompts=learns_prompts)
+    return ExampleSampleSource(
+        source.recipe.source,
+        source.stored,
+        chosen,
+        config.sequence_length,
+        packing=examples.packing,
+        masked=config.masked,
+    )
 
 
 def _refuse_unsupported(config: DataConfig, cache: Path) -> None:
