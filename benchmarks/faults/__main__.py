@@ -54,11 +54,8 @@ def main() -> int:
 
 def _run_rows(rows: list[Row], options: argparse.Namespace) -> list[str]:
     """Run rows on one cluster; return a sentence for each leak."""
-    from tests.testing.cluster import shared_cluster  # noqa: PLC0415 - the number of nodes is set before its use
-
-    shared_cluster.NODES = NODES
     with (
-        open_cluster(options.cluster) as cluster,
+        open_cluster(options.cluster, NODES) as cluster,
         FaultEnvironment(cluster, options.out, log) as env,
         LeakDetector(env) if options.leaks else nullcontext() as detector,
     ):

@@ -49,17 +49,17 @@ class OperatorPods:
         rule = "requiredDuringSchedulingIgnoredDuringExecution"
         node_term = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": nodes}]}
 
-        def place(replicas: int, selector: Json | None, term: Json | None) -> None:
+        def update_deployment(replicas: int, selector: Json | None, term: Json | None) -> None:
             pod = {"nodeSelector": selector, "affinity": {"nodeAffinity": {rule: term}}}
             self._api.patch(_DEPLOYMENT, {"spec": {"replicas": replicas, "template": {"spec": pod}}})
             self._wait_for_rollout(120)
 
-        place(replicas, None, {"nodeSelectorTerms": [node_term]})
+        update_deployment(replicas, None, {"nodeSelectorTerms": [node_term]})
         try:
             self._wait_for_agents()
             yield
         finally:
-            place(1, previous_selector, None)
+            update_deployment(1, previous_selector, None)
 
     def find_leader_node(self) -> str:
         """Return the node of the leader."""

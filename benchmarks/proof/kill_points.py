@@ -193,13 +193,13 @@ def _kill_in_staging(hits: HitCounter, rng: random.Random) -> None:
     from trainium_worker.snapshots import copies
     from trainium_worker.snapshots.files import SnapshotFile
 
-    place = rng.choice(("copy", "copy", "finalize", "send"))
+    point = rng.choice(("copy", "copy", "finalize", "send"))
     # Without a memory tier, this is the only point: nothing is finalized or sent.
     _kill_in_calls(live_state, "copy_all", hits, middle=_copy_half)
-    if place == "copy":
+    if point == "copy":
         _kill_in_calls(memory_tier, "copy_all", hits, middle=_copy_half)
         return
-    if place == "send" and rng.random() < 0.5:  # otherwise, and if nothing is sent: when it is finished
+    if point == "send" and rng.random() < 0.5:  # otherwise, and if nothing is sent: when it is finished
         _kill_in_calls(copies, "send_part", hits)
     _kill_in_calls(SnapshotFile, "finish", hits)
 
@@ -226,11 +226,11 @@ def _kill_in_load(hits: HitCounter, rng: random.Random) -> None:
 
 ARTIFACTS = "artifacts"
 """Folder of the artifacts in the folder of a run."""
-_EXPORT_PLACES = (("file", 1), ("merge", 3), ("gather", 8))
-"""Places, and the maximum number of hits before the kill; a place that is listed twice is drawn twice as often."""
-_FIRST_RANK_EXPORT_PLACES = (("file", 4), ("merge", 8), ("gather", 8), ("small", 18), ("small", 18), ("tidy", 1))
-_EVALUATION_PLACES = (("load", 1), ("score", 1), ("gather", 5))
-_FIRST_RANK_EVALUATION_PLACES = (*_EVALUATION_PLACES, ("result", 3), ("result", 3))
+_EXPORT_POINTS = (("file", 1), ("merge", 3), ("gather", 8))
+"""Points, and the maximum number of hits before the kill; a point that is listed twice is drawn twice as often."""
+_FIRST_RANK_EXPORT_POINTS = (("file", 4), ("merge", 8), ("gather", 8), ("small", 18), ("small", 18), ("tidy", 1))
+_EVALUATION_POINTS = (("load", 1), ("score", 1), ("gather", 5))
+_FIRST_RANK_EVALUATION_POINTS = (*_EVALUATION_POINTS, ("result", 3), ("result", 3))
 
 
 def _kill_in_export(hits: HitCounter, rng: random.Random) -> None:
@@ -238,8 +238,8 @@ def _kill_in_export(hits: HitCounter, rng: random.Random) -> None:
     from trainium_trainer.artifacts.merged_parameters import MergedParameters
     from trainium_trainer.peers import Peers
 
-    place, hits = _draw_place(_FIRST_RANK_EXPORT_PLACES if _is_first() else _EXPORT_PLACES, hits, rng)
-    match place:
+    point, hits = _draw_place(_FIRST_RANK_EXPORT_POINTS if _is_first() else _EXPORT_POINTS, hits, rng)
+    match point:
         case "file":
             _kill_in_streams(hits, _is_of_artifacts)
         case "merge":
@@ -268,7 +268,7 @@ def _kill_in_evaluation(hits: HitCounter, rng: random.Random) -> None:
     from trainium_trainer.evaluate import compare, stage
     from trainium_trainer.peers import Peers
 
-    place, hits = _draw_place(_FIRST_RANK_EVALUATION_PLACES if _is_first() else _EVALUATION_PLACES, hits, rng)
+    point, hits = _draw_place(_FIRST_RANK_EVALUATION_POINTS if _is_first() else _EVALUATION_POINTS, hits, rng)
     started: list[bool] = []
     evaluate = stage.evaluate_artifacts
 
@@ -277,7 +277,7 @@ def _kill_in_evaluation(hits: HitCounter, rng: random.Random) -> None:
         return evaluate(*arguments, **options)
 
     stage.evaluate_artifacts = evaluate_artifacts
-    match place:
+    match point:
         case "load":
             _kill_in_calls(compare, "load", hits)
         case "score":
@@ -298,9 +298,9 @@ def _is_first() -> bool:
 
 
 def _draw_place(places: Sequence[tuple[str, int]], hits: HitCounter, rng: random.Random) -> tuple[str, HitCounter]:
-    """Draw a place and its number of hits."""
-    place, max_hits = rng.choice(places)
-    return place, HitCounter(rng.randint(0, max_hits), hits.fraction)
+    """Draw a point and its number of hits."""
+    point, max_hits = rng.choice(places)
+    return point, HitCounter(rng.randint(0, max_hits), hits.fraction)
 
 
 _PATCHES: dict[Point, Callable[[HitCounter, random.Random], None]] = {

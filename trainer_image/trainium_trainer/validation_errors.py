@@ -122,9 +122,9 @@ def _find_unknown_field(location: tuple[int | str, ...], model: type[BaseModel])
     owner: type[BaseModel] | None = model
     for name in names[:-1]:
         owner = _find_child(owner, name) if owner else None
-    known = sorted(info.alias or key for key, info in owner.model_fields.items()) if owner else []
-    close = difflib.get_close_matches(names[-1], known, n=1)
-    advice = f"did you mean {close[0]}?" if close else f"known fields: {', '.join(known)}"
+    fields = sorted(info.alias or key for key, info in owner.model_fields.items()) if owner else []
+    close = difflib.get_close_matches(names[-1], fields, n=1)
+    advice = f"did you mean {close[0]}?" if close else f"known fields: {', '.join(fields)}"
     return f"{'.'.join(names)} is not a field: {advice}"
 
 

@@ -97,13 +97,13 @@ def _prepare_data(config: TrainingConfig) -> None:
 def _run_in_child(work: Callable[[], None]) -> tuple[str, ...]:
     """Run some work in a child process, so that its threads (Arrow's, for instance) end with it; return its imports."""
     read_end, write_end = os.pipe()
-    known = set(sys.modules)
+    imported = set(sys.modules)
     pid = os.fork()
     if pid == 0:
         try:
             os.close(read_end)
             work()
-            new = [name for name in sys.modules if name not in known and "." not in name]
+            new = [name for name in sys.modules if name not in imported and "." not in name]
             os.write(write_end, "\n".join(new).encode())
         finally:
             os._exit(0)

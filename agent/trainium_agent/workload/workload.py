@@ -48,9 +48,9 @@ class Workload(ProgramMonitor):
     def request(self, layout: AttemptLayout, local_rank: int) -> StartRequest:
         """Return the request that starts a rank."""
         self._started_at, self.end_problem = time.monotonic(), ""
-        place = build_ultra_server_environment(self._settings.unit_nodes, layout.node_rank, layout.master_ip)
+        unit_variables = build_ultra_server_environment(self._settings.unit_nodes, layout.node_rank, layout.master_ip)
         environment = {
-            **{name: value for name, value in place.items() if name not in self._container},
+            **{name: value for name, value in unit_variables.items() if name not in self._container},
             **self.ranks.environment,
             **build_rank_environment(self._settings, layout, local_rank),
             **self.roles.build_environment(),

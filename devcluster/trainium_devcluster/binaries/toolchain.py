@@ -35,8 +35,8 @@ class Go:
         """Return a command for the module in a folder, without the user's Go settings, which would change it."""
         kept = {name: value for name, value in os.environ.items() if name != "GOROOT"}
         ours = {"CGO_ENABLED": "0", "GOTOOLCHAIN": "auto", "GOFLAGS": "", "GOWORK": "off"}
-        place = {} if self.root is None else {"GOROOT": str(self.root)}
-        return GoCommand([str(self.program), *arguments], folder, kept | ours | place)
+        root = {} if self.root is None else {"GOROOT": str(self.root)}
+        return GoCommand([str(self.program), *arguments], folder, kept | ours | root)
 
 
 def find_go(tools: Path, progress: ProgressLines) -> Go:

@@ -25,7 +25,6 @@ from tests.testing.cluster.leftovers import OccupiedError, check_unoccupied, rem
 from tests.testing.cluster.marks import POWERED_OFF, cordon_patch
 from tests.testing.suite.timeouts import scaled
 
-NODES = 5
 DEVICES = {"aws.amazon.com/neuron": "16"}
 """Capacity that a node of kind reports, as the development cluster's do; workers on it train on its processors."""
 
@@ -111,10 +110,10 @@ class SharedCluster(Access):
 
 
 @contextlib.contextmanager
-def open_cluster(kind: str) -> Iterator[SharedCluster]:
-    """Yield the chosen cluster; stop the development cluster afterwards and leave others as they were."""
+def open_cluster(kind: str, nodes: int = 5) -> Iterator[SharedCluster]:
+    """Yield the chosen cluster; stop the development cluster, of `nodes`, afterwards and leave others as they were."""
     if kind == "local":
-        with _open_development_cluster() as cluster:
+        with _open_development_cluster(nodes) as cluster:
             yield cluster
         return
     for program in ("kubectl", "helm", *(("kind", "docker") if kind == "kind" else ())):
@@ -122,7 +121,7 @@ def open_cluster(kind: str) -> Iterator[SharedCluster]:
             pytest.exit(f"--cluster={kind} needs {program} on PATH; --cluster=local needs nothing", returncode=2)
     settings = _read_settings()
     if kind == "kind":
-        with _open_kind_cluster(settings) as cluster:
+        with _open_kind_cluster(settings, nodes) as cluster:
             yield cluster
         return
     with _open_existing_cluster(settings) as cluster:
@@ -163,20 +162,20 @@ def _read_settings() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _open_development_cluster() -> Iterator[SharedCluster]:
+def _open_development_cluster(nodes: int) -> Iterator[SharedCluster]:
     from trainium_devcluster.cluster import Cluster, create_node_specs, create_system_node, create_system_values
 
-    nodes = [*create_node_specs(NODES, cpu="4", memory="8Gi"), create_system_node()]
+    specs = [*create_node_specs(nodes, cpu="4", memory="8Gi"), create_system_node()]
     with (
         tempfile.TemporaryDirectory(prefix="trainium-tests-") as folder,
-        Cluster.start(nodes=nodes) as devcluster,
+        Cluster.start(nodes=specs) as devcluster,
     ):
         settings = {"chartValues": create_system_values()}
         yield SharedCluster("local", devcluster.list_variables(), Path(folder), settings, devcluster)
 
 
 @contextlib.contextmanager
-def _open_kind_cluster(settings: dict[str, Any]) -> Iterator[SharedCluster]:
+def _open_kind_cluster(settings: dict[str, Any], nodes: int) -> Iterator[SharedCluster]:
     """Yield a kind cluster of this session; build and load images unless the settings name them."""
     name = f"trainium-{os.getpid()}"
     with tempfile.TemporaryDirectory(prefix="trainium-kind-", dir=settings.get("shared")) as folder:
@@ -189,7 +188,7 @@ def _open_kind_cluster(settings: dict[str, Any]) -> Iterator[SharedCluster]:
             **settings.get("kindCluster", {}),
             "nodes": [
                 {"role": "control-plane", "extraMounts": mounts},
-                *({"role": "worker", "extraMounts": mounts} for _ in range(settings.get("nodes", NODES))),
+                *({"role": "worker", "extraMounts": mounts} for _ in range(settings.get("nodes", nodes))),
             ],
         }
         config = shared / "kind.yaml"

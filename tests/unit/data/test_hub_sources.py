@@ -41,7 +41,8 @@ results = {}
 for location in sys.argv[1:]:
     try:
         source = open_source(pin_revision(location), "text")
-        texts = [document.text for block in source.divide_into_blocks(1 << 20) for document in source.read_documents(block)]
+        blocks = source.divide_into_blocks(1 << 20)
+        texts = [document.text for block in blocks for document in source.read_documents(block)]
         results[location] = [source.compute_identity(None), texts, [file.name for file in source.files]]
     except TrainerError as error:
         results[location] = [type(error).__name__, str(error)]

@@ -205,8 +205,8 @@ def infer_adapter_tuning(adapter: AdapterWeights, base: BaseWeights, tokenizer: 
     `tokenizer` is the adapter's `tokenizer.json`.
     """
     shape = adapter.compute_shape(base.shape)
-    whole = [name for name in adapter.replaced_parameters if not (shape.tie_embeddings and name == HEAD)]
-    trainable = [name.removesuffix(".weight") for name in whole] or None
+    replaced = [name for name in adapter.replaced_parameters if not (shape.tie_embeddings and name == HEAD)]
+    trainable = [name.removesuffix(".weight") for name in replaced] or None
     tuning = TuningConfig.model_validate({"method": "LoRA", "lora": adapter.lora, "trainable": trainable})
     return ArtifactInputs(
         shape=shape,

@@ -126,10 +126,10 @@ class MergedParameters:
 
     def _read_matrix(self, name: str) -> Tensor:
         """Return an adapter's whole A in float32, cached because the chunks of one weight are consecutive."""
-        newest, whole = self._newest
+        newest, matrix = self._newest
         if newest != name:
-            whole = torch.empty(self._trained.find_size(name))
-            self._trained.fill(name, (0, 0), whole)
-            self._newest = (name, whole)
+            matrix = torch.empty(self._trained.find_size(name))
+            self._trained.fill(name, (0, 0), matrix)
+            self._newest = (name, matrix)
         # Not `self._newest[1]`, which another thread may have replaced for the next weight.
-        return whole
+        return matrix

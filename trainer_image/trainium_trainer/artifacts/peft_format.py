@@ -42,7 +42,7 @@ def create_adapter_config(lora: LoraConfig, names: Collection[str], linears: Ite
     `names` are the adapter's parameters, `linears` all linear modules of the model, `base` is the location of the base.
     """
     modules = [name.removesuffix(f".{LORA_A}.weight") for name in names if name.endswith(f".{LORA_A}.weight")]
-    whole = list(dict.fromkeys(find_parent_module(name) for name in names if not is_adapter(name)))
+    saved_modules = list(dict.fromkeys(find_parent_module(name) for name in names if not is_adapter(name)))
     config = _NOTHING | {
         "base_model_name_or_path": base,
         "r": lora.rank,
@@ -53,7 +53,7 @@ def create_adapter_config(lora: LoraConfig, names: Collection[str], linears: Ite
         "use_dora": lora.dora,
         "use_rslora": lora.rank_stabilized,
         "target_modules": shorten_names(modules, linears),
-        "modules_to_save": whole or None,
+        "modules_to_save": saved_modules or None,
     }
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 

@@ -214,6 +214,6 @@ def _find_folder(root: str, kind: ArtifactKind, step: int, identity: str, retry:
         location = f"{root.rstrip('/')}/{folder_name(step)}/{_NAMES[kind]}{suffix}"
         store = ArtifactStore(location, retry)
         done, plan = read_manifest(store, kind), store.read_message(PLAN_NAME, WritePlan)
-        if identity in {known.identity for known in (done, plan) if known is not None} or is_free(store):
+        if identity in {other.identity for other in (done, plan) if other is not None} or is_free(store):
             break
     return location

@@ -176,12 +176,12 @@ class _Writer:
             text = WritePlan(identity=artifact_plan.identity, writers=writers).model_dump_json(by_alias=True).encode()
             store.write(PLAN_NAME, text)
             return _FolderState(writers)
-        whole = [
+        complete = [
             file
             for file in self.write_files(plan.writers)
             if file.name in stored and stored[file.name].size == file.size
         ]
-        receipts = [store.read_message(format_receipt_name(file.name), ArtifactFile) for file in whole]
+        receipts = [store.read_message(format_receipt_name(file.name), ArtifactFile) for file in complete]
         return _FolderState(plan.writers, {receipt.name: receipt for receipt in receipts if receipt is not None})
 
     def write(self, files: Sequence[PlannedFile]) -> list[ArtifactFile]:

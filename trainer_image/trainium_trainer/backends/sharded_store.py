@@ -52,8 +52,8 @@ def apply_sharding(model: Llama, mesh: DeviceMesh, precision: Precision, mode: D
             for norm in (module for module in layer.modules() if isinstance(module, RMSNorm)):
                 fully_shard(norm, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
-    whole = mixed if precision.has_bfloat16_state else policy
-    fully_shard(model, mesh=mesh, mp_policy=whole, reshard_after_forward=False)
+    half_policy = mixed if precision.has_bfloat16_state else policy
+    fully_shard(model, mesh=mesh, mp_policy=half_policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are sums, not means: the loop divides by the valid tokens of the whole batch.

@@ -157,10 +157,12 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
 
 def _compute_norms(flat: Tensor) -> list[Tensor]:
     """Return the norms of the pieces of a flat tensor, float32."""
-    whole = flat.numel() // _FLOAT32_SUM_VALUES * _FLOAT32_SUM_VALUES
+    full_rows = flat.numel() // _FLOAT32_SUM_VALUES * _FLOAT32_SUM_VALUES
     norms = []
-    if whole:
-        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _FLOAT32_SUM_VALUES), dim=1, dtype=torch.float32))
-    if whole < flat.numel():
-        norms.append(torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1))
+    if full_rows:
+        norms.append(
+            torch.linalg.vector_norm(flat[:full_rows].view(-1, _FLOAT32_SUM_VALUES), dim=1, dtype=torch.float32)
+        )
+    if full_rows < flat.numel():
+        norms.append(torch.linalg.vector_norm(flat[full_rows:], dtype=torch.float32).view(1))
     return norms

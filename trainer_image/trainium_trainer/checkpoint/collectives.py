@@ -210,8 +210,8 @@ def _broadcast(data: bytes, group: ProcessGroup) -> bytes:
     """Return rank 0's bytes on all ranks."""
     length = torch.tensor([len(data)])
     dist.broadcast(length, 0, group=group)
-    whole = (
+    buffer = (
         torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
     )
-    dist.broadcast(whole, 0, group=group)
-    return whole.numpy().tobytes()
+    dist.broadcast(buffer, 0, group=group)
+    return buffer.numpy().tobytes()

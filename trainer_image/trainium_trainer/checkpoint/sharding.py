@@ -204,7 +204,7 @@ def find_partition_problem(shape: tuple[int, ...], division: Division, grid: Gri
     for cut in division:
         if cut.dimension not in extents or cut.rows < 0 or cut.start < 0:
             return f"there is no such cut: {cut}"
-        length, left = grid.count_ranks(cut.axis), set[int]()
+        length, overlaps = grid.count_ranks(cut.axis), set[int]()
         if cut.order and len(cut.order) != length:
             return f"{len(cut.order)} ranks are numbered where the axis {cut.axis} has {length}"
         numbers = set(cut.order) if cut.order else set(range(length))
@@ -212,8 +212,8 @@ def find_partition_problem(shape: tuple[int, ...], division: Division, grid: Gri
             needed = cut.list_window_numbers(0, extent, extent, length)
             if missing := set(needed) - numbers:
                 return f"no rank along {cut.axis} holds window {min(missing)} of dimension {cut.dimension}"
-            left |= {end - begin for begin, end in (cut.find_window(number, extent, length) for number in needed)}
-        extents[cut.dimension] = left
+            overlaps |= {end - begin for begin, end in (cut.find_window(number, extent, length) for number in needed)}
+        extents[cut.dimension] = overlaps
     return ""
 
 

@@ -67,10 +67,10 @@ def has_exact_product(core: int, multiply: Callable[[Any, Any], Any] | None = No
     from trainium_trainer.backends.device import pick_device  # noqa: PLC0415
 
     device = pick_device(core)
-    left = torch.arange(_SIDE * _SIDE, dtype=torch.int64).reshape(_SIDE, _SIDE) % 7
-    right = left.T % 5
-    product = (multiply or torch.matmul)(left.float().to(device), right.float().to(device)).cpu()
-    return bool(torch.equal(product.round().long(), left @ right))
+    factor = torch.arange(_SIDE * _SIDE, dtype=torch.int64).reshape(_SIDE, _SIDE) % 7
+    right = factor.T % 5
+    product = (multiply or torch.matmul)(factor.float().to(device), right.float().to(device)).cpu()
+    return bool(torch.equal(product.round().long(), factor @ right))
 
 
 def check_computation() -> tuple[bool, str]:
@@ -130,13 +130,13 @@ def measure_sums(
     from trainium_trainer.backends.device import group_backend  # noqa: PLC0415 - as above
 
     dist.init_process_group(group_backend(device), store=store, rank=index, world_size=size, timeout=timeout)
-    known = (torch.arange(values, dtype=torch.float32) % 1024).to(device)
-    right = known * sum(range(1, size + 1))
-    dist.all_reduce(known.clone())  # the first all-reduce opens the connections, and a device compiles it
+    expected = (torch.arange(values, dtype=torch.float32) % 1024).to(device)
+    right = expected * sum(range(1, size + 1))
+    dist.all_reduce(expected.clone())  # the first all-reduce opens the connections, and a device compiles it
     began = time.perf_counter()
     wrong = False
     for _ in range(_ROUNDS):
-        sums = known * (index + 1)
+        sums = expected * (index + 1)
         dist.all_reduce(sums)
         wrong = wrong or not torch.equal(sums, right)
     seconds = time.perf_counter() - began

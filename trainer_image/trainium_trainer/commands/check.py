@@ -187,8 +187,8 @@ def refuse_few_files(launch: Launch) -> None:
 def _find_missing_tokenizer(config: TrainingConfig) -> str:
     """Return a message if only the job has the tokenizer and the model's vocabulary is known; else empty."""
     path, model = config.data.tokenizer.path, config.model
-    known = model.vocab_size is not None or (model.path is None and PRESETS[model.preset].vocab_size > 0)
-    if path is None or not known or Path(path).exists():
+    knows_vocabulary = model.vocab_size is not None or (model.path is None and PRESETS[model.preset].vocab_size > 0)
+    if path is None or not knows_vocabulary or Path(path).exists():
         return ""
     return f"data.tokenizer.path {path} is not on this machine: its vocabulary was not compared with the model's"
 
@@ -286,9 +286,9 @@ def _describe_learning_rate(config: TrainingConfig) -> str:
     if config.epochs:
         warmup = "" if schedule.warmup_ratio is None else f" in the first {schedule.warmup_ratio:.1%} of the steps"
         return f"{peak}{warmup}, {schedule.kind}"
-    known = resolve_steps(config, None)
-    last = compute_learning_rate(known, known.steps - 1)
-    return f"{peak} in {known.schedule.warmup_steps:,} steps, {schedule.kind}, {last:g} in the last"
+    resolved = resolve_steps(config, None)
+    last = compute_learning_rate(resolved, resolved.steps - 1)
+    return f"{peak} in {resolved.schedule.warmup_steps:,} steps, {schedule.kind}, {last:g} in the last"
 
 
 def find_idle_ranks(settings: Settings) -> list[str]:

@@ -280,8 +280,8 @@ def _evaluate_tasks(
     def keep(run: TaskRun) -> None:
         _write((output, run.report.to_json()))
 
-    known = read_report(output) if output is not None else None
-    run = measure_tasks(columns, tasks, endpoint=server, known=known, keep=keep, **options)
+    earlier = read_report(output) if output is not None else None
+    run = measure_tasks(columns, tasks, endpoint=server, earlier=earlier, keep=keep, **options)
     typer.echo(run.report.to_markdown(), nl=False)
     _write((markdown, run.report.to_markdown()), (output, run.report.to_json()))
     _write_samples(output, run)
@@ -320,13 +320,13 @@ def _evaluate_config(
     def keep(run: TaskRun) -> None:
         _write((output, result.add_tasks(run.report).to_json()))
 
-    known = read_report(output) if output is not None else None
+    earlier = read_report(output) if output is not None else None
     run = measure_tasks(
         list_compared_models(models),
         tasks,
         device=settings.device,
         precision=settings.precision,
-        known=known,
+        earlier=earlier,
         keep=keep,
     )
     _write_samples(output, run)

@@ -80,8 +80,8 @@ def show_data(
         if sample and not seen:
             seen = sample[0].ids
     _print_summary(console, run, data)
-    whole = data.report is not None  # running text is cut anywhere, also within words
-    if difference := _compare_with_transformers(data.tokenizer, tokenizer, seen, whole=whole):
+    has_examples = data.report is not None  # running text is cut anywhere, also within words
+    if difference := _compare_with_transformers(data.tokenizer, tokenizer, seen, whole=has_examples):
         console.print(Text(f"\nwarning: {difference}", "yellow"), soft_wrap=True)
 
 
@@ -187,8 +187,8 @@ def _print_summary(console: Console, config: TrainingConfig, data: Dataset) -> N
         lines += _format_counts(config, data.report)
     else:
         count = getattr(data.training, "num_samples", None)
-        known = f"{count:,} of {config.data.sequence_length:,} tokens" if count is not None else "not known ahead"
-        lines += [("samples", f"{known}, tokenized {'ahead' if count is not None else 'while training'}")]
+        length = f"{count:,} of {config.data.sequence_length:,} tokens" if count is not None else "not known ahead"
+        lines += [("samples", f"{length}, tokenized {'ahead' if count is not None else 'while training'}")]
         lines += [("masks", "documents do not see each other")] if config.data.masked else []
     if data.validation is not None:
         lines.append(("validation", f"{data.validation.num_samples:,} samples"))

@@ -30,11 +30,11 @@ _SHARE = 0.8
 """The usable fraction of the free memory, because the others may need slightly more than the first."""
 
 
-def count_parallel(left: int, max_processes: int, available: int | None, size: int) -> int:
-    """Return how many of `left` processes of `size` bytes fit into `available`, at most `max_processes`. Pure."""
+def count_parallel(remaining: int, max_processes: int, available: int | None, size: int) -> int:
+    """Return how many of `remaining` processes of `size` bytes fit into `available`, at most `max_processes`. Pure."""
     if available is None or size <= 0:  # unknown
         return 1
-    return max(1, min(left, max_processes, int(available * _SHARE) // size))
+    return max(1, min(remaining, max_processes, int(available * _SHARE) // size))
 
 
 class ProcessPool:

@@ -231,8 +231,8 @@ def resolve_settings(config: TrainingConfig, launch: Launch, *, vocabulary: int 
 
     Raises UserError.
     """
-    known = find_vocabulary_size(config.data) if vocabulary is None else vocabulary
-    shape = resolve_shape(config.model, known, tensor=config.parallelism.tensor, tuning=config.tuning)
+    vocabulary_size = find_vocabulary_size(config.data) if vocabulary is None else vocabulary
+    shape = resolve_shape(config.model, vocabulary_size, tensor=config.parallelism.tensor, tuning=config.tuning)
     trainable = check_tuning(config, shape)
     check_parallelism(config, shape, launch.world_size)
     return Settings(config=config, shape=shape, launch=launch, trainable=trainable)

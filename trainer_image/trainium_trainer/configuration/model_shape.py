@@ -94,12 +94,12 @@ def _read_weights_shape(model: ModelConfig, base: ModelShape, tokenizer_vocabula
                 f"model.{field} out"
             )
     stretch = base.rope_stretch if model.rope_scaling is None else model.rope_scaling.stretch()
-    known = max(base.vocab_size, tokenizer_vocabulary)
-    padded = known
-    if known % tensor:
+    vocabulary_size = max(base.vocab_size, tokenizer_vocabulary)
+    padded = vocabulary_size
+    if vocabulary_size % tensor:
         unit = math.lcm(_PADDED_TO, tensor)
-        padded = -(-known // unit) * unit
-    return replace(base, **overrides, rope_stretch=stretch, vocab_size=padded, vocab_padding=padded - known)
+        padded = -(-vocabulary_size // unit) * unit
+    return replace(base, **overrides, rope_stretch=stretch, vocab_size=padded, vocab_padding=padded - vocabulary_size)
 
 
 def check_parallelism(config: TrainingConfig, shape: ModelShape, world_size: int) -> None:

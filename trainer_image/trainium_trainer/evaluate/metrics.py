@@ -53,11 +53,11 @@ def label_in(answer: str, labels: Sequence[str]) -> int | None:
 
 def compute_mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are not None, in any order; None without values."""
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def compute_standard_error(values: Iterable[float | None]) -> float | None:
     """Return the standard error of that mean; None for fewer than two values."""
-    known = [value for value in values if value is not None]
-    return statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
+    numbers = [value for value in values if value is not None]
+    return statistics.stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else None

@@ -160,7 +160,7 @@ def measure_tasks(
     device: ComputeDevice = ComputeDevice.AUTO,
     precision: ComputeType = ComputeType.AUTO,
     endpoint: Endpoint | None = None,
-    known: TaskReport | None = None,
+    earlier: TaskReport | None = None,
     keep: Callable[[TaskRun], None] = lambda _: None,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> TaskRun:
@@ -174,8 +174,10 @@ def measure_tasks(
     samples: list[str] = []
     refuse_missing_harness()
     harness = importlib.metadata.version("lm-eval")
-    same = known is not None and (known.tasks, known.lm_eval) == (tasks, harness) and not tasks.keep_samples
-    measured = {model.identity: model for model in known.models if model.identity} if known is not None and same else {}
+    same = earlier is not None and (earlier.tasks, earlier.lm_eval) == (tasks, harness) and not tasks.keep_samples
+    measured = (
+        {model.identity: model for model in earlier.models if model.identity} if earlier is not None and same else {}
+    )
     run = TaskRun(TaskReport(tasks=tasks, lm_eval=harness, models=()), "")
     with _silence_harness():
         loaded = _load_tasks(tasks)

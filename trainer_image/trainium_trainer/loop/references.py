@@ -72,10 +72,10 @@ def load_references(settings: Settings, data: Dataset, reference: BaseWeights, b
     ]
     key = _compute_key(settings, reference, backend.mesh.device)
     filled = False
-    known: dict[Path, NDArray[np.float32]] = {}
+    log_probs: dict[Path, NDArray[np.float32]] = {}
     for sample_source in sample_sources:
         folder = sample_source.stored.folder
-        if folder not in known:
+        if folder not in log_probs:
             table = _Table(folder / f"reference-{key}.f32", len(sample_source.stored), settings, backend.mesh)
             table.exchange()
             if len(table.find_missing()) and not filled:
@@ -83,8 +83,8 @@ def load_references(settings: Settings, data: Dataset, reference: BaseWeights, b
                 backend.load_frozen(reference)
                 filled = True
             _compute(sample_source, table, data.training.rules, settings.config.batch.micro_size, backend)
-            known[folder] = table.values
-        sample_source.references = known[folder]
+            log_probs[folder] = table.values
+        sample_source.references = log_probs[folder]
 
 
 def _compute_key(settings: Settings, reference: BaseWeights, device: torch.device) -> str:

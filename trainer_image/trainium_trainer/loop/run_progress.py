@@ -56,5 +56,5 @@ class RunProgress:
         """Return the steps of the whole run if it continues at this size."""
         if self.end is None:
             return self.steps
-        left = max(0, self.end - position.samples)
-        return position.step + -(-left // self.batch)
+        remaining = max(0, self.end - position.samples)
+        return position.step + -(-remaining // self.batch)

@@ -28,12 +28,12 @@ def compute_rate_factor(schedule: ScheduleConfig, *, steps: int, step: float) ->
     done = _decay_fraction(schedule, steps=steps, step=step)
     match schedule.kind:
         case ScheduleKind.COSINE:
-            left = 0.5 * (1.0 + math.cos(math.pi * done))
+            fraction = 0.5 * (1.0 + math.cos(math.pi * done))
         case ScheduleKind.LINEAR | ScheduleKind.WARMUP_STABLE_DECAY:
-            left = 1.0 - done
+            fraction = 1.0 - done
         case ScheduleKind.CONSTANT:
             return 1.0
-    return schedule.final_ratio + (1.0 - schedule.final_ratio) * left
+    return schedule.final_ratio + (1.0 - schedule.final_ratio) * fraction
 
 
 def _decay_fraction(schedule: ScheduleConfig, *, steps: int, step: float) -> float:

@@ -200,10 +200,10 @@ def _find_family(where: str, document: dict[str, Any]) -> Family:
             f"{where}: describes {described}, of which only the language model can be trained: save it apart as "
             f"{architecture}, as docs/models.md shows, or train the whole model in a program (spec.program)"
         )
-    known = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
+    architectures = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
     raise UserError(
-        f"{where}: describes {described}, but the built-in trainer has only {known}: use a model of one of them, or "
-        "train yours with transformers in a program (spec.program, docs/program.md)"
+        f"{where}: describes {described}, but the built-in trainer has only {architectures}: use a model of one of "
+        "them, or train yours with transformers in a program (spec.program, docs/program.md)"
     )
 
 

@@ -59,10 +59,10 @@ def draw_initial_slice(
         for column in range(first_column // TILE[1] * TILE[1], first_column + columns, TILE[1]):
             number = row // TILE[0] * across + column // TILE[1]
             tile.normal_(0.0, std, generator=generator.manual_seed(_tile_seed(seed, number_of_parameter, number)))
-            top, left = max(row, first_row), max(column, first_column)
+            top, first = max(row, first_row), max(column, first_column)
             bottom, right = min(row + TILE[0], first_row + rows), min(column + TILE[1], first_column + columns)
-            inside = tile[top - row : bottom - row, left - column : right - column]
-            values[top - first_row : bottom - first_row, left - first_column : right - first_column] = inside
+            inside = tile[top - row : bottom - row, first - column : right - column]
+            values[top - first_row : bottom - first_row, first - first_column : right - first_column] = inside
     return values
 
 

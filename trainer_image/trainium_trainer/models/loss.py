@@ -144,10 +144,10 @@ class _DividedVocabulary(torch.autograd.Function):
         """Map logits [tokens, part of the vocabulary] and labels [tokens] to losses [tokens]."""
         width = logits.shape[-1]
         wide = logits.float()
-        known = width if vocabulary is None else vocabulary - get_rank(group) * width
-        if known < width:
+        unpadded = width if vocabulary is None else vocabulary - get_rank(group) * width
+        if unpadded < width:
             wide = wide.clone() if wide is logits else wide
-            wide[:, max(0, known) :] = -torch.inf
+            wide[:, max(0, unpadded) :] = -torch.inf
         top = wide.amax(-1)
         all_reduce(top, ReduceOp.MAX, group)
         shifted = wide - top[:, None] if wide is logits else wide.sub_(top[:, None])

@@ -107,13 +107,15 @@ def _divide(
 
 def _place(module: WeightedModule, mesh: DeviceMesh, placement: Placement, leaf: str = "weight") -> None:
     """Turn a parameter into a DTensor of this placement; the module computes with this rank's part."""
-    whole: Tensor = getattr(module, leaf)
-    size = list(whole.shape)
+    parameter: Tensor = getattr(module, leaf)
+    size = list(parameter.shape)
     if isinstance(placement, Shard):
         size[placement.dim] //= mesh.size()
-    local = torch.empty(size, dtype=whole.dtype, device=whole.device)
-    divided = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
-    setattr(module, leaf, nn.Parameter(divided, requires_grad=whole.requires_grad))
+    local = torch.empty(size, dtype=parameter.dtype, device=parameter.device)
+    divided = DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    setattr(module, leaf, nn.Parameter(divided, requires_grad=parameter.requires_grad))
     _compute_with(module, leaf, _take_part)
 
 

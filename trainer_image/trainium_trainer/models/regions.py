@@ -38,8 +38,8 @@ class Region(ABC):
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum the ranks' outputs; return the sum, or this rank's part of its sequence."""
-        left: Tensor = _Leave.apply(x, self)  # type: ignore[no-untyped-call]
-        return left
+        result: Tensor = _Leave.apply(x, self)  # type: ignore[no-untyped-call]
+        return result
 
     @abstractmethod
     def gather(self, x: Tensor) -> Tensor:
@@ -84,13 +84,13 @@ class FunctionalRegion(Region):
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather all parts of the sequence."""
         parts = x.transpose(0, _SEQUENCE_DIMENSION).contiguous()
-        whole = wait(collectives.all_gather_tensor(parts, 0, self.group))
-        return whole.transpose(0, _SEQUENCE_DIMENSION).contiguous()
+        gathered = wait(collectives.all_gather_tensor(parts, 0, self.group))
+        return gathered.transpose(0, _SEQUENCE_DIMENSION).contiguous()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sum over the group and return this rank's part of the sequence."""
-        whole = x.transpose(0, _SEQUENCE_DIMENSION).contiguous()
-        part = wait(collectives.reduce_scatter_tensor(whole, "sum", 0, self.group))
+        transposed = x.transpose(0, _SEQUENCE_DIMENSION).contiguous()
+        part = wait(collectives.reduce_scatter_tensor(transposed, "sum", 0, self.group))
         return part.transpose(0, _SEQUENCE_DIMENSION).contiguous()
 
 

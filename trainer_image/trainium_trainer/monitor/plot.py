@@ -79,10 +79,10 @@ class PlottedRun:
         """Return the x values of models, the values of one figure, and its standard errors."""
         steps = {line["step"]: line[self.by] for line in self.lines}
         figures = sorted((step, item) for step, item in self.evaluations[name].items() if step in steps)
-        known = [
+        measured = [
             (steps[step], item.after, item.standard_error or 0.0) for step, item in figures if item.after is not None
         ]
-        return [x for x, _, _ in known], [value for _, value, _ in known], [error for _, _, error in known]
+        return [x for x, _, _ in measured], [value for _, value, _ in measured], [error for _, _, error in measured]
 
     @property
     def restarts(self) -> list[int]:

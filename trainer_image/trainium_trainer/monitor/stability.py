@@ -144,8 +144,8 @@ def update_stability(before: Stability, rules: StabilityRules, *, loss: float, g
         spike_steps=before.spike_steps + 1 if above else 0,
     )
     after, level = _update_level(after, rules.alarm_ratio)
-    known = before.spike_reported and above
-    is_reported = not known and after.spike_steps >= rules.reported_after and _is_outlier(after, rules)
+    was_reported = before.spike_reported and above
+    is_reported = not was_reported and after.spike_steps >= rules.reported_after and _is_outlier(after, rules)
     was_counted = before.spike_counted and above
     rise, before_rise = gradient_norm - mean, max(newest, default=0.0) - mean
     is_counted = was_counted or is_reported or (above and rise > _COUNTED_RATIO * before_rise)
@@ -153,7 +153,7 @@ def update_stability(before: Stability, rules: StabilityRules, *, loss: float, g
         after,
         spikes=before.spikes + (is_counted and not was_counted),
         spike_counted=is_counted,
-        spike_reported=known or is_reported,
+        spike_reported=was_reported or is_reported,
     )
     return StabilityUpdate(
         after=after,

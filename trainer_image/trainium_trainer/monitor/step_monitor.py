@@ -117,8 +117,8 @@ def _restore_stability(lines: list[dict[str, Any]], rules: StabilityRules) -> St
     newest = lines[-1]
     judged = [line for line in lines if line["gradNorm"] is not None and line["loss"] is not None][-rules.kept_steps :]
     losses, norms = (tuple(line[name] for line in judged) for name in ("loss", "gradNorm"))
-    known = {field: newest[name] for name, field in METRICS_FIELDS.items() if newest[name] is not None}
-    return Stability(losses=losses, norms=norms, **known)
+    figures = {field: newest[name] for name, field in METRICS_FIELDS.items() if newest[name] is not None}
+    return Stability(losses=losses, norms=norms, **figures)
 
 
 class StepMonitor:

@@ -143,8 +143,8 @@ def _find_unrecorded_samples(root: Path, path: Path, fallback: Path | None, last
                 step = read_step(line)
                 if step is not None and step in recorded:
                     recorded[step].update(json.loads(line)["samples"])
-    left = [list((Counter(line["samples"]) - recorded[line["step"]]).elements()) for line in waiting]
-    unrecorded = [line | {"samples": samples} for line, samples in zip(waiting, left, strict=True) if samples]
+    missing = [list((Counter(line["samples"]) - recorded[line["step"]]).elements()) for line in waiting]
+    unrecorded = [line | {"samples": samples} for line, samples in zip(waiting, missing, strict=True) if samples]
     return [(json.dumps(line, separators=(",", ":")) + "\n").encode() for line in unrecorded]
 
 

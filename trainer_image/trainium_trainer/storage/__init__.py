@@ -23,8 +23,8 @@ def open_storage(path: str) -> Storage:
 
         return ObjectStorage(path)
     if is_address(path):
-        known = " or ".join(f"{name}://bucket/prefix" for name in OBJECT_STORES)
-        raise UserError(f"checkpoint.path {path}: there is no store {scheme!r}: give a folder or {known}")
+        forms = " or ".join(f"{name}://bucket/prefix" for name in OBJECT_STORES)
+        raise UserError(f"checkpoint.path {path}: there is no store {scheme!r}: give a folder or {forms}")
     from trainium_trainer.storage.posix import PosixStorage  # noqa: PLC0415 - as the other one
 
     return PosixStorage(Path(path))

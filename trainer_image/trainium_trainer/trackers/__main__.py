@@ -138,8 +138,8 @@ class Sender(threading.Thread):
 
     def _send_all(self) -> None:
         """Open the run in the tracker and follow the file until the end."""
-        known = self._service.open(self._run, self._notes.run_id)
-        last = self._notes.find_last_step(self.name) if known is None else known
+        parameters = self._service.open(self._run, self._notes.run_id)
+        last = self._notes.find_last_step(self.name) if parameters is None else parameters
         if self._problem:
             _log.info("%s: sending again, from step %d", self.name, last + 1)
             self._problem = ""

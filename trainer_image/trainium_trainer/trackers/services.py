@@ -83,13 +83,15 @@ class MLflow:
             _log.warning("MLflow: the settings of the run are not recorded (%s); its steps are", error.message)
         return int(started.data.metrics.get("step", 0))
 
-    def _add_parameters(self, run: TrackedRun, known: Mapping[str, str]) -> None:
+    def _add_parameters(self, run: TrackedRun, recorded: Mapping[str, str]) -> None:
         """Log the configuration. A parameter keeps its first value; a later one is a tag."""
         from mlflow.entities import Param, RunTag  # noqa: PLC0415 - an extra
 
         values = {**_flatten(run.config), **_flatten(run.facts)}
-        new = [Param(name, value) for name, value in values.items() if name not in known]
-        tags = [RunTag(f"changed.{name}", value) for name, value in values.items() if known.get(name, value) != value]
+        new = [Param(name, value) for name, value in values.items() if name not in recorded]
+        tags = [
+            RunTag(f"changed.{name}", value) for name, value in values.items() if recorded.get(name, value) != value
+        ]
         for begin in range(0, max(len(new), len(tags)), _MAX_PER_REQUEST):
             part = slice(begin, begin + _MAX_PER_REQUEST)
             self._client.log_batch(self._id, params=new[part], tags=tags[part])

@@ -291,12 +291,12 @@ class AdapterWeights:
         for name in self.targets:
             self._check_numbers(name, lora)
         trained = select_trainable(shape, tuning).weights
-        left = [name for name in self.replaced_parameters if name not in trained and name in parameter_sizes(shape)]
-        left = [name for name in left if base is None or not self._is_equal(name, base, name)]
-        if left:
+        unused = [name for name in self.replaced_parameters if name not in trained and name in parameter_sizes(shape)]
+        unused = [name for name in unused if base is None or not self._is_equal(name, base, name)]
+        if unused:
             raise UserError(
-                f"{where}: holds other values of {list_some(left)} than the base, which would not be used: add "
-                f"{', '.join(dict.fromkeys(map(find_parent_module, left)))} to tuning.trainable to train them on, or "
+                f"{where}: holds other values of {list_some(unused)} than the base, which would not be used: add "
+                f"{', '.join(dict.fromkeys(map(find_parent_module, unused)))} to tuning.trainable to train them on, or "
                 "merge it into its base (trainium-trainer merge) and begin with the merged model and a new adapter"
             )
 
@@ -327,7 +327,7 @@ class AdapterWeights:
         where, sizes = self.source.where, parameter_sizes(shape)
         if base is not None and self.base_digest and base.digest != self.base_digest:
             raise UserError(f"{where}: was trained on another base than this one: {self._explain_base(base)}")
-        known = shape.vocab_size - shape.vocab_padding if base is None else base.shape.vocab_size
+        rows = shape.vocab_size - shape.vocab_padding if base is None else base.shape.vocab_size
         for name in self.names:
             if name == HEAD and shape.tie_embeddings:
                 continue  # a copy of the embedding
@@ -339,7 +339,7 @@ class AdapterWeights:
                 advice = f"{fused}: {_SEPARATE}" if fused else self._explain_base(base)
                 raise UserError(f"{where}: has {name}, for which this base has no place: {advice}")
             if name in _ROWS_OF_TOKENS:
-                size = (self._vocabulary or known, *size[1:])
+                size = (self._vocabulary or rows, *size[1:])
             if name.endswith(f"{LORA_A}.weight"):
                 expected: tuple[int, ...] = (self._config.find_rank(module), size[1])
             elif name.endswith(f"{LORA_B}.weight"):
@@ -369,8 +369,8 @@ class AdapterWeights:
         modules = [name.removesuffix(".weight") for name in parameter_sizes(shape) if name.endswith(".weight")]
         targets = [name for name in list_projection_sizes(shape) if self._config.targets(name)]
         missing = [name for name in targets if name not in self.targets]
-        whole = tuple(self._config.modules_to_save or ())  # peft compares the ends of the names, without a dot
-        missing += [name for name in modules if name.endswith(whole) and not self.has(f"{name}.weight")]
+        saved_modules = tuple(self._config.modules_to_save or ())  # peft compares the ends of the names, without a dot
+        missing += [name for name in modules if name.endswith(saved_modules) and not self.has(f"{name}.weight")]
         if missing:
             raise UserError(
                 f"{self.source.where}: {CONFIG_NAME} names {list_some(missing)}, of which {TENSORS_NAME} holds "

@@ -140,8 +140,8 @@ def _refuse_misfits(folder: ModelFolder) -> None:
         elif missing == [HEAD]:
             advice = "save the model with it, as AutoModelForCausalLM does, or set tie_word_embeddings in config.json"
         raise UserError(f"{where}: the files lack {list_some(missing)}: {advice}")
-    known = sizes.keys() | {HEAD}
-    strange = [name for name in tensors if name not in known and not name.endswith(_BUFFERS)]
+    names = sizes.keys() | {HEAD}
+    strange = [name for name in tensors if name not in names and not name.endswith(_BUFFERS)]
     modules, layers = {find_parent_module(name) for name in sizes}, range(folder.shape.num_layers)
     owners = tuple(f"model.layers.{number}." for number in layers)
     if wrong := [name for name in strange if name.startswith(owners) or find_parent_module(name) in modules]:

@@ -96,11 +96,11 @@ def strip_wrappers(name: str) -> str:
 
 def explain_fused(names: Iterable[str]) -> str:
     """Return how to divide projections that are stored as one, empty if none of the modules or tensors is one."""
-    found = next((match for name in names if (match := _FUSED.search(name))), None)
-    if found is None:
+    fused = next((match for name in names if (match := _FUSED.search(name))), None)
+    if fused is None:
         return ""
-    parts = "gate_proj and up_proj" if found["parts"].startswith("gate") else "q_proj, k_proj and v_proj"
-    return f"{found['parts']} is {parts} in one, which this model has apart"
+    parts = "gate_proj and up_proj" if fused["parts"].startswith("gate") else "q_proj, k_proj and v_proj"
+    return f"{fused['parts']} is {parts} in one, which this model has apart"
 
 
 def _are_equal(source: WeightsSource, embedding: FileTensor, head: FileTensor) -> bool:

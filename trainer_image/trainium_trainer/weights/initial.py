@@ -70,14 +70,14 @@ def _open_reference(tuning: TuningConfig, shape: ModelShape, base: BaseWeights |
 
     field = "tuning.objective.reference"
     reference = BaseWeights.open(objective.reference, field=field)
-    known = shape if base is None else base.shape
+    initial = shape if base is None else base.shape
     ours, other = shape.vocab_size - shape.vocab_padding, reference.shape.vocab_size
-    if other not in (ours, known.vocab_size):
+    if other not in (ours, initial.vocab_size):
         raise UserError(
             f"{field} {objective.reference}: has a vocabulary of {other:,} tokens, but the trained model has {ours:,}"
             ": use a reference with the same tokenizer"
         )
-    if replace(reference.shape, vocab_size=0, vocab_padding=0) != replace(known, vocab_size=0, vocab_padding=0):
+    if replace(reference.shape, vocab_size=0, vocab_padding=0) != replace(initial, vocab_size=0, vocab_padding=0):
         raise UserError(
             f"{field} {objective.reference}: its config.json describes a model of another shape than the trained one: "
             "use a model of the same family and size"

@@ -134,11 +134,11 @@ def fill_box(
     rows = stored.shape[0]
     max_rows = rows if row_beyond is None else math.inf
     check_box(name, (max_rows, *stored.shape[1:]), offsets, tuple(target.shape))
-    known = max(0, min(target.shape[0], rows - offsets[0]))
+    stored_rows = max(0, min(target.shape[0], rows - offsets[0]))
     try:
-        copy_box(source, stored, offsets, target.narrow(0, 0, known))
-        if known < target.shape[0] and row_beyond is not None:
-            beyond = target.narrow(0, known, target.shape[0] - known)
+        copy_box(source, stored, offsets, target.narrow(0, 0, stored_rows))
+        if stored_rows < target.shape[0] and row_beyond is not None:
+            beyond = target.narrow(0, stored_rows, target.shape[0] - stored_rows)
             beyond.copy_(row_beyond().narrow(0, offsets[1], target.shape[1]).expand_as(beyond))
     except DamagedFileError as error:
         raise UserError(f"{source.where}: {error}: copy or fetch the file again") from error

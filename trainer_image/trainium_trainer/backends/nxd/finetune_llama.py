@@ -111,21 +111,21 @@ class FusedProjections(nn.Module):
 class FinetuneAttention(nn.Module):
     """Grouped-query attention over this rank's heads."""
 
-    def __init__(self, whole: Attention, rank: TensorRank, region: NxdRegion, *, flash: bool) -> None:
+    def __init__(self, attention: Attention, rank: TensorRank, region: NxdRegion, *, flash: bool) -> None:
         super().__init__()
-        self._head_dim, self._region = whole.head_dim, region
+        self._head_dim, self._region = attention.head_dim, region
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             _shard_projection(projection, f"{_ATTENTION}.{name}", rank, region)
             for name, projection in (
-                ("q_proj", whole.q_proj),
-                ("k_proj", whole.k_proj),
-                ("v_proj", whole.v_proj),
-                ("o_proj", whole.o_proj),
+                ("q_proj", attention.q_proj),
+                ("k_proj", attention.k_proj),
+                ("v_proj", attention.v_proj),
+                ("o_proj", attention.o_proj),
             )
         )
         self.qkv_proj = FusedProjections((self.q_proj, self.k_proj, self.v_proj), "weight_qkv")
         self.core = CoreAttention(flash=flash)
-        self.q_norm, self.k_norm, self._window = whole.q_norm, whole.k_norm, whole.window
+        self.q_norm, self.k_norm, self._window = attention.q_norm, attention.k_norm, attention.window
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Map [batch, sequence, hidden], or [sequence part, batch, hidden], to the same shape."""
@@ -149,12 +149,12 @@ class FinetuneAttention(nn.Module):
 class FinetuneMLP(nn.Module):
     """SwiGLU feed-forward over this rank's share of the inner width."""
 
-    def __init__(self, whole: MLP, rank: TensorRank, region: NxdRegion) -> None:
+    def __init__(self, mlp: MLP, rank: TensorRank, region: NxdRegion) -> None:
         super().__init__()
         self._region = region
-        self.gate_proj = _shard_projection(whole.gate_proj, f"{_MLP}.gate_proj", rank, region)
-        self.up_proj = _shard_projection(whole.up_proj, f"{_MLP}.up_proj", rank, region)
-        self.down_proj = _shard_projection(whole.down_proj, f"{_MLP}.down_proj", rank, region)
+        self.gate_proj = _shard_projection(mlp.gate_proj, f"{_MLP}.gate_proj", rank, region)
+        self.up_proj = _shard_projection(mlp.up_proj, f"{_MLP}.up_proj", rank, region)
+        self.down_proj = _shard_projection(mlp.down_proj, f"{_MLP}.down_proj", rank, region)
         self.gate_up_proj = FusedProjections((self.gate_proj, self.up_proj), "weight")
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:

@@ -28,8 +28,10 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 def check_model(shape: ModelShape) -> None:
     """Raise UserError for a model that NxD's layers do not compute."""
     if shape.family not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise UserError(f"backend Nxd has no models of the family {shape.family}, only {known}: set backend to Native")
+        families = ", ".join(FAMILIES)
+        raise UserError(
+            f"backend Nxd has no models of the family {shape.family}, only {families}: set backend to Native"
+        )
     for field, has in (("attention_bias of the output projection", shape.output_bias), ("mlp_bias", shape.mlp_bias)):
         if has:
             raise UserError(f"the model has {field}, which backend Nxd has not: set backend to Native")

@@ -37,8 +37,10 @@ class NxdRegion(Region):
         """See `Region.gather`."""
         if not self.sequence_parallel:
             return x.view_as(x)
-        whole: Tensor = comm.all_gather(x.contiguous(), dim=_SEQUENCE_DIMENSION, groups=self._group, pin_layout=False)
-        return whole
+        gathered: Tensor = comm.all_gather(
+            x.contiguous(), dim=_SEQUENCE_DIMENSION, groups=self._group, pin_layout=False
+        )
+        return gathered
 
     def reduce(self, x: Tensor) -> Tensor:
         """See `Region.reduce`; the result has the type of `x`."""

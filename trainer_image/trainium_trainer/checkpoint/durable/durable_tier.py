@@ -204,8 +204,8 @@ class DurableTier:
         live = flatten(self._state.state_dict())
         if self._staging is None or not self._staging.fits(live):
             self._staging, self._plans = StagingBuffers(live), {}
-        whole = Save.STATE in saves
-        tensors = self._staging.fill(live, lambda name: whole or is_weight(name))
+        saves_state = Save.STATE in saves
+        tensors = self._staging.fill(live, lambda name: saves_state or is_weight(name))
 
         unplanned = None if self._plans else live
 

@@ -217,9 +217,9 @@ class CheckpointReader:
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU. Raises KeyError if the checkpoint has no tensor of that name."""
         stored = self.tensors[name]
-        whole = torch.empty(stored.shape, dtype=_TORCH_TYPES[stored.dtype])
-        self.fill(self.plan_read(name, (0,) * len(stored.shape), whole))
-        return whole
+        tensor = torch.empty(stored.shape, dtype=_TORCH_TYPES[stored.dtype])
+        self.fill(self.plan_read(name, (0,) * len(stored.shape), tensor))
+        return tensor
 
     def plan_read(self, name: str, offsets: tuple[int, ...], target: torch.Tensor) -> list[ReadItem]:
         """Return the reads for the box of `target`'s size that begins at `offsets` in a tensor.
@@ -274,13 +274,13 @@ class CheckpointReader:
         buffer = torch.empty(max(0, end - base), dtype=torch.uint8)
         view = buffer.numpy().data
         with lock:
-            known = self._cached_blocks.pop((name, first), None)
-        if known is not None:
-            view[: len(known)] = known
-        verified = 0 if known is None else len(known)
+            cached = self._cached_blocks.pop((name, first), None)
+        if cached is not None:
+            view[: len(cached)] = cached
+        verified = 0 if cached is None else len(cached)
         if verified < len(view):
             read_part(self._storage, path, base + verified, view[verified:], self._retry)
-        for number in range(first if known is None else first + 1, last):
+        for number in range(first if cached is None else first + 1, last):
             offset = number * BLOCK_BYTES - base
             if block_digest([view[offset : offset + BLOCK_BYTES]]) != digests[number]:
                 raise DamagedFileError(f"{path} does not have the contents that were written")

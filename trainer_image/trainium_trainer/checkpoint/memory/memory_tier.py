@@ -112,7 +112,7 @@ class MemoryTier:
 
     def open_part(self, part: Part) -> torch.Tensor | None:
         """Return the verified payload of a snapshot; None, with a warning, when it is damaged or missing."""
-        payloads = (self._store.open(path, part) for path, found in self.list_records().items() if found == part)
+        payloads = (self._store.open(path, part) for path, record in self.list_records().items() if record == part)
         return next((payload for payload in payloads if payload is not None), None)
 
     # ---- writing ----------------------------------------------------------------------------------------------------

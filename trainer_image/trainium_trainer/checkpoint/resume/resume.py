@@ -292,10 +292,10 @@ class Resumption:
         memory, rank, numbers = self._memory, self._mesh.rank, set[int]()
         if memory is None:
             return ReplicaCapacity(frozenset(), ())
-        known = len(memory.warnings)
+        reported = len(memory.warnings)
         for task in tasks:
             if task.copy.target == rank and memory.open_copy_files(task.copy.key, task.layout, task.payload_bytes):
                 numbers.add(task.number)
         return ReplicaCapacity(
-            frozenset(numbers), tuple(f"rank {rank}: {warning}" for warning in memory.warnings[known:])
+            frozenset(numbers), tuple(f"rank {rank}: {warning}" for warning in memory.warnings[reported:])
         )

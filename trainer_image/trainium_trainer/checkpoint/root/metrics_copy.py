@@ -47,8 +47,8 @@ class RecordCopies:
         for storage in self._targets:
             with contextlib.suppress(OSError):
                 data = (self._folder / _NAME).read_bytes()
-                whole = data[: data.rfind(b"\n") + 1]
-                storage.write_stream(_NAME, [memoryview(whole)], len(whole))
+                complete_lines = data[: data.rfind(b"\n") + 1]
+                storage.write_stream(_NAME, [memoryview(complete_lines)], len(complete_lines))
 
     def fetch(self) -> None:
         """Copy the lines from the store to a node without the file."""

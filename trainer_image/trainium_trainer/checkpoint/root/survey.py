@@ -121,12 +121,14 @@ def prune(storage: Storage, keep_last: int, known_bad: Iterable[str], newest: in
     `newest`, which the caller has just committed, counts as valid; the folders `known_bad` do not, and are removed at
     the same age as valid ones.
     """
-    known = survey(storage)
+    checkpoints = survey(storage)
     bad = {parse_step(name) for name in known_bad} - {newest}
-    good = sorted({newest, *(item.step for item in known.committed if item.step not in bad)}, reverse=True)
+    good = sorted({newest, *(item.step for item in checkpoints.committed if item.step not in bad)}, reverse=True)
     if len(good) < keep_last:
         return []
-    present = {item.step for item in known.committed} | {step for name in known.damaged if (step := parse_step(name))}
+    present = {item.step for item in checkpoints.committed} | {
+        step for name in checkpoints.damaged if (step := parse_step(name))
+    }
     outdated = sorted(step for step in present if step < good[keep_last - 1])
     return [step for step in outdated if _remove_checkpoint(storage, folder_name(step))]
 

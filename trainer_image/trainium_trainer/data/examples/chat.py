@@ -116,22 +116,22 @@ class ChatFormat(RecordFormat):
         ):
             raise BadRecordError("the answer is empty: give the assistant's message a content")
         conversation = self._parse_conversation(messages, record)
-        whole = conversation.render(len(messages))
+        text = conversation.render(len(messages))
         if to_the_end:
-            answers = [(conversation.answer_range(learned[0], whole.text)[0], len(whole.text))]
-        elif whole.generated:
-            answers = list(whole.generated)
+            answers = [(conversation.answer_range(learned[0], text.text)[0], len(text.text))]
+        elif text.generated:
+            answers = list(text.generated)
             for number in assistants:
                 if number not in learned:
-                    start, end = conversation.answer_range(number, whole.text)
+                    start, end = conversation.answer_range(number, text.text)
                     answers = [answer for answer in answers if answer[1] <= start or answer[0] >= end]
         else:
-            answers = [conversation.answer_range(number, whole.text) for number in learned]
+            answers = [conversation.answer_range(number, text.text) for number in learned]
         answers = [(start, end) for start, end in answers if start < end]
         if not answers:
             raise BadRecordError("the chat template leaves nothing of the assistant's messages: correct the template")
-        unused = self._find_unused_reasoning(messages[assistants[-1]], whole.text)
-        return Example(whole.guarded, tuple(answers), from_chat_template=True, unused=unused)
+        unused = self._find_unused_reasoning(messages[assistants[-1]], text.text)
+        return Example(text.guarded, tuple(answers), from_chat_template=True, unused=unused)
 
     def _find_unused_reasoning(self, message: Mapping[str, Any], text: str) -> tuple[str, ...]:
         """Name the reasoning before an answer that the template leaves out."""
@@ -161,9 +161,9 @@ class ChatFormat(RecordFormat):
             names = dict.fromkeys(
                 name for message in dictionaries for name, value in message.items() if value is not None
             )
-            known = {"role", "content", _WEIGHT} | self._words
-            known |= set(REASONING_FIELDS) if known.intersection(REASONING_FIELDS) else set()
-            yield from (f"{self.field}[].{name}" for name in names if name not in known)
+            used = {"role", "content", _WEIGHT} | self._words
+            used |= set(REASONING_FIELDS) if used.intersection(REASONING_FIELDS) else set()
+            yield from (f"{self.field}[].{name}" for name in names if name not in used)
 
     def _parse_messages(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         if record.get(self.field) is None:
@@ -172,10 +172,10 @@ class ChatFormat(RecordFormat):
                 f"({list_fields(record, self.field)})"
             )
         messages = _from_json(record[self.field])
-        whole = isinstance(messages, list) and all(
+        is_valid = isinstance(messages, list) and all(
             isinstance(message, dict) and message.get("role") for message in messages
         )
-        if not whole or not messages:
+        if not is_valid or not messages:
             raise BadRecordError(f"the field {self.field!r} is no list of messages with `role` and `content`")
         return [self._parse_message(message) for message in messages]
 

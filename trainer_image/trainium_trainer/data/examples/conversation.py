@@ -159,9 +159,9 @@ class Conversation:
         if prompt is None or earlier is None or not prompt.startswith(earlier):
             return len(header)
         asked = prompt[len(earlier) :]
-        place = header.rfind(asked, header.rfind(question) + len(question)) if asked and question else -1
-        if place >= 0:
-            return place + len(asked)
+        position = header.rfind(asked, header.rfind(question) + len(question)) if asked and question else -1
+        if position >= 0:
+            return position + len(asked)
         common = count_common(prompt, text)
         opened = text.startswith(earlier) and common > len(earlier) and END_OF_REASONING in header[common:]
         return common if opened else len(header)

@@ -140,7 +140,7 @@ def _build_question(kept: KeptExample, texts: TextEncoder, labels: Sequence[str]
         answer = answer[: texts.find_end(answer)]
     ids, begin = kept.encoded.ids, kept.encoded.answer
     end = int(kept.encoded.loss_mask.nonzero()[0][-1]) + 1
-    special = [place for place in range(begin, end) if int(ids[place]) in texts.special_ids]
+    special = [position for position in range(begin, end) if int(ids[position]) in texts.special_ids]
     if example.from_chat_template and special:  # what the template writes after the end of a turn is no answer
         end = special[-1] + 1
     return HeldOutExample(

@@ -427,8 +427,8 @@ class ClassificationFormat(_TemplateFormat):
         number = int(value) if isinstance(value, bool) else _parse_integer(text)
         if number is not None and 0 <= number < len(labels):
             return labels[number]
-        known = ", ".join(labels[:_MAX_NAMES]) + (", ..." if len(labels) > _MAX_NAMES else "")
-        raise BadRecordError(f"the label {text!r} is neither one of {_WHERE}.labels ({known}) nor the number of one")
+        classes = ", ".join(labels[:_MAX_NAMES]) + (", ..." if len(labels) > _MAX_NAMES else "")
+        raise BadRecordError(f"the label {text!r} is neither one of {_WHERE}.labels ({classes}) nor the number of one")
 
 
 def _parse_integer(text: str) -> int | None:

@@ -252,8 +252,8 @@ def _read(path: Path) -> NDArray[Any]:
     except OSError:
         return np.empty(0, _RECORD)
     records = np.frombuffer(data[: len(data) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
-    whole: NDArray[Any] = records[records["check"] == _check(records)]
-    return whole
+    intact: NDArray[Any] = records[records["check"] == _check(records)]
+    return intact
 
 
 def _check(records: NDArray[Any]) -> NDArray[np.uint32]:

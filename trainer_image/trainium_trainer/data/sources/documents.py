@@ -66,11 +66,11 @@ class SkippedRecord:
         return f"{self.file.name} {unit} {number}"
 
     def _count_lines_before(self, file: DataFile) -> int:
-        count, left = 0, self.offset
+        count, remaining = 0, self.offset
         with file.open() as stream:
-            while left and (data := stream.read(min(left, _COUNTED_AT_ONCE))):
+            while remaining and (data := stream.read(min(remaining, _COUNTED_AT_ONCE))):
                 count += data.count(b"\n")
-                left -= len(data)
+                remaining -= len(data)
         return count
 
 

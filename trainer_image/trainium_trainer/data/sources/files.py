@@ -220,7 +220,7 @@ def _choose_training_files(name: str, files: list[DataFile]) -> list[DataFile]:
         splits = [_find_splits(parts) for parts in places]
         if not any(splits):
             continue
-        chosen = [file for file, found in zip(files, splits, strict=True) if "train" in found]
+        chosen = [file for file, split_names in zip(files, splits, strict=True) if "train" in split_names]
         left_out = sorted(file.relative for file in files if file not in chosen)
         if not chosen or not left_out:
             return files

@@ -229,8 +229,8 @@ def _list_split_files(config: HubConfig) -> list[str]:
         raise UserError(f"{where}: {reason}: correct data.hub.name or data.hub.directory") from error
     splits = {str(split): list(files) for split, files in (builder.config.data_files or {}).items()}
     if config.split not in splits:
-        known = ", ".join(splits) or "none"
-        raise UserError(f"{where}: has no split {config.split!r} (splits: {known}): correct data.hub.split")
+        available = ", ".join(splits) or "none"
+        raise UserError(f"{where}: has no split {config.split!r} (splits: {available}): correct data.hub.split")
     plain = type(builder.config)()
     special = [
         field.name

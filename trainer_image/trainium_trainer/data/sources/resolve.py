@@ -235,8 +235,8 @@ def _divide(file: DataFile, number: int, target: int) -> list[FileBlock]:
 def _extract_text(record: Record, field: str) -> TextPiece | SkippedRecord:
     text = record.fields.get(field)
     if not isinstance(text, str):
-        known = ", ".join(list(record.fields)[:_MAX_KEYS]) or "none"
-        return record.skip(f"no text under {field!r} (keys: {known}): set data.textField")
+        keys = ", ".join(list(record.fields)[:_MAX_KEYS]) or "none"
+        return record.skip(f"no text under {field!r} (keys: {keys}): set data.textField")
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, as \ud800
@@ -275,9 +275,9 @@ def _iterate_lines(file: DataFile, block: FileBlock) -> Iterator[tuple[int, byte
             # The line at this offset began earlier, unless the byte before it ends a line.
             stream.seek(offset - 1)
             offset += len(stream.readline()) - 1
-        whole = file.compression is not None
+        is_compressed = file.compression is not None
         try:
-            while (whole or offset < block.end) and (line := stream.readline()):
+            while (is_compressed or offset < block.end) and (line := stream.readline()):
                 yield offset, line
                 offset += len(line)
         except OSError as error:
@@ -320,15 +320,15 @@ def _read_json_lines(file: DataFile, block: FileBlock) -> Iterator[Record | Skip
     for number, (offset, line) in enumerate(_iterate_lines(file, block), start=1):
         if line.isspace():
             continue
-        known = number if block.start == 0 else None
+        record_number = number if block.start == 0 else None
         try:
-            yield _record(json.loads(_decode(line, offset)), file, known, offset)
+            yield _record(json.loads(_decode(line, offset)), file, record_number, offset)
         except json.JSONDecodeError as error:
-            yield SkippedRecord(file, f"not JSON ({error.msg}): correct the line", known, offset)
+            yield SkippedRecord(file, f"not JSON ({error.msg}): correct the line", record_number, offset)
         except RecursionError:
-            yield SkippedRecord(file, "JSON that is nested too deeply: correct the line", known, offset)
+            yield SkippedRecord(file, "JSON that is nested too deeply: correct the line", record_number, offset)
         except ValueError as error:
-            yield SkippedRecord(file, str(error), known, offset)
+            yield SkippedRecord(file, str(error), record_number, offset)
 
 
 def _record(value: Any, file: DataFile, number: int | None, offset: int = 0, unit: str | None = None) -> Record:

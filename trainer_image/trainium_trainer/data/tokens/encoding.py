@@ -73,8 +73,8 @@ class RecordCounts:
         """Add the counts of another block."""
         for name in ("records", "unreadable", "filtered", "left_out", "cut", "dropped"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        known = [length for length in (self.shortest_dropped, other.shortest_dropped) if length]
-        self.shortest_dropped = min(known, default=0)
+        lengths = [length for length in (self.shortest_dropped, other.shortest_dropped) if length]
+        self.shortest_dropped = min(lengths, default=0)
         for name, values in other.found.items():
             seen = self.found.setdefault(name, {})
             seen |= dict.fromkeys(list(values)[: 8 - len(seen)])
@@ -261,11 +261,11 @@ def train_tokenizer(texts: Iterable[Iterator[str]], vocab_size: int) -> Tokenize
     return tokenizer
 
 
-def _take_characters(stream: Iterator[str], left: int) -> Iterator[str]:
+def _take_characters(stream: Iterator[str], remaining: int) -> Iterator[str]:
     for text in stream:
-        yield text[:left]
-        left -= len(text)
-        if left <= 0:
+        yield text[:remaining]
+        remaining -= len(text)
+        if remaining <= 0:
             return
 
 

@@ -114,16 +114,16 @@ def read_tokenizer(file: Path) -> dict[str, Any]:
         raise UserError(
             f"data.tokenizer.path {file}: not a {TOKENIZER_FILE} of the `tokenizers` library: export it in that format"
         ) from error
-    known = {text: number for number, text in entries.items()}
+    ids = {text: number for number, text in entries.items()}
     indices = {token["content"]: index for index, token in enumerate(added)}
     from_settings = _read_settings_tokens(file)
-    extra = [token for token in _read_extra_special(file) if token["content"] not in known]
+    extra = [token for token in _read_extra_special(file) if token["content"] not in ids]
     for token in [*from_settings, *extra]:
         text = token["content"]
         if text in indices:
             added[indices[text]] = added[indices[text]] | token
         else:
-            number = known.setdefault(text, max(known.values(), default=-1) + 1)
+            number = ids.setdefault(text, max(ids.values(), default=-1) + 1)
             added.append({"id": number} | token)
     return dict(document, added_tokens=added) if from_settings or extra else dict(document)
 
@@ -238,9 +238,9 @@ def find_known_end_token(vocabulary: Container[str]) -> str | None:
 
 def find_end_token(file: Path) -> str:
     """Return the end-of-document token: a well-known one, else the folder's EOS token. Raises UserError."""
-    known = set(_list_entries(read_tokenizer(file)).values())
+    entries = set(_list_entries(read_tokenizer(file)).values())
     eos = dict(_list_special_names(file)).get("eos_token")
-    name = find_known_end_token(known) or (eos if eos in known else None)
+    name = find_known_end_token(entries) or (eos if eos in entries else None)
     if name is None:
         raise UserError(
             f"data.tokenizer.path {file}: no end-of-document token ({', '.join(_END_NAMES)}, or eos_token of the "
@@ -355,9 +355,9 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _check_special(tokenizer: Path, tokens: dict[str, str]) -> None:
-    known = set(_list_entries(read_tokenizer(tokenizer)).values()) if tokens else set()
+    entries = set(_list_entries(read_tokenizer(tokenizer)).values()) if tokens else set()
     for name in ("bos_token", "eos_token", "pad_token"):
-        if (text := tokens.get(name)) is not None and text not in known:
+        if (text := tokens.get(name)) is not None and text not in entries:
             raise UserError(
                 f"data.tokenizer.path {tokenizer}: has no entry for {name} {text!r} of the {CONFIG_FILE} beside it: "
                 "the two do not belong together, copy both from one model"
@@ -431,8 +431,8 @@ def find_document_bos_prefix(rule: BosToken, file: Path) -> BosPrefix:
 def _find_leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that the tokenizer adds before a text."""
     plain = tokenizer.encode(_PROBE, add_special_tokens=False).ids
-    whole = tokenizer.encode(_PROBE, add_special_tokens=True).ids
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return tuple(whole[:start])
+    ids = tokenizer.encode(_PROBE, add_special_tokens=True).ids
+    for start in range(len(ids) - len(plain) + 1):
+        if ids[start : start + len(plain)] == plain:
+            return tuple(ids[:start])
     return ()

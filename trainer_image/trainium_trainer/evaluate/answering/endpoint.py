@@ -159,12 +159,12 @@ class Endpoint:
             if response.status != _OK:
                 reason = _shorten(response.read(_MAX_TEXT_CHARS * 4).decode(errors="replace"))
                 raise UserError(f"{self.url}: answers {response.status} {response.reason} to {path} ({reason})")
-            left = _MAX_BYTES
-            while line := response.readline(left + 1):
+            remaining = _MAX_BYTES
+            while line := response.readline(remaining + 1):
                 if expired.is_set():
                     raise TimeoutError
-                left -= len(line)
-                if left < 0:
+                remaining -= len(line)
+                if remaining < 0:
                     raise UserError(f"{self.url}: an answer of more than {_MAX_BYTES >> 20} MiB: lower the tokens")
                 if text := line.decode(errors="replace").strip():
                     yield text

@@ -163,15 +163,15 @@ class NxdSource:
 
     @torch.no_grad()
     def _assemble_tensor(self, part: str, name: str) -> torch.Tensor:
-        whole = torch.zeros(self._sizes[name], dtype=torch.float32)
+        tensor = torch.zeros(self._sizes[name], dtype=torch.float32)
         if part != WEIGHT and not self._tag.has_optimizer:
-            return whole
+            return tensor
         for location in self._places[name]:
-            box = whole
+            box = tensor
             for dimension, (offset, size) in enumerate(zip(location.piece.offsets, location.piece.sizes, strict=True)):
                 box = box.narrow(dimension, offset, size)
             box.copy_(self._read_local(part, location)[location.piece.start : location.piece.end])
-        return whole
+        return tensor
 
     def _read_local(self, part: str, location: _Place) -> torch.Tensor:
         """Return a rank's whole parameter, or the optimizer's values of it."""

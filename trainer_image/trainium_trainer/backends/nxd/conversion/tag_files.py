@@ -94,10 +94,10 @@ class Tag:
             return {}
         return content if isinstance(content, dict) else {}
 
-    def _expect(self, kind: str, found: set[tuple[int, int, int]], data: int) -> None:
+    def _expect(self, kind: str, coordinates: set[tuple[int, int, int]], data: int) -> None:
         sizes = self.sizes
         wanted = {(d, t, p) for d in range(data) for t in range(sizes.tensor) for p in range(sizes.pipeline)}
-        if missing := sorted(wanted - found):
+        if missing := sorted(wanted - coordinates):
             raise UserError(f"{self.folder}/{kind}/{format_rank_file_name(*missing[0])} is missing")
         if not wanted:
             raise UserError(f"{self.folder}/{kind} holds no files of ranks")
@@ -132,8 +132,8 @@ class Tag:
         about = path.with_name(f"{path.name}.info.pt")
         if not about.exists() or path.parent.name != "model":
             raise UserError(f"{file} is missing")
-        known = torch.load(about, weights_only=True)[number]
-        return torch.empty(known["shape"], dtype=known["dtype"], device="meta")
+        shard = torch.load(about, weights_only=True)[number]
+        return torch.empty(shard["shape"], dtype=shard["dtype"], device="meta")
 
 
 def format_rank_file_name(data: int, tensor: int, pipeline: int) -> str:
