@@ -243,7 +243,7 @@ def _kill_in_export(hits: HitCounter, rng: random.Random) -> None:
         case "file":
             _kill_in_streams(hits, _is_of_artifacts)
         case "merge":
-            _kill_in_calls(MergedParameters, "rows", hits, is_counted=_has_adapter)
+            _kill_in_calls(MergedParameters, "read_rows", hits, is_counted=_has_adapter)
         case "gather":
             _kill_in_calls(Peers, "gather", hits)
         case "small":
