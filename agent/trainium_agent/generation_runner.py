@@ -21,7 +21,7 @@ from trainium_agent.hang.rank_sampler import sample_seconds
 from trainium_agent.lifecycle import actions, events
 from trainium_agent.lifecycle.generation import KILL_SECONDS, step, wake_at
 from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
-from trainium_agent.linux.kernel import process_state
+from trainium_agent.linux.kernel import read_process_state
 from trainium_agent.shared_state.agreed_stop import AgreedStop
 from trainium_agent.shared_state.state_watcher import StateWatcher
 from trainium_agent.workload.attempt import find_progress_file
@@ -246,8 +246,8 @@ class GenerationRunner:
     def _kill(self) -> None:
         """Kill the ranks; one that holds the newest step for all ranks writes it before."""
         for process in self._ranks:
-            record = progress_file(self._settings, self._generation, process.local_rank)
-            can_answer = request_path(record).is_socket() and process_state(process.pid).letter not in ("T", "t")
+            record = find_progress_file(self._settings, self._generation, process.local_rank)
+            can_answer = request_path(record).is_socket() and read_process_state(process.pid).letter not in ("T", "t")
             if can_answer and process.request_exit():
                 threading.Thread(target=_save_and_kill, args=(process, record), name="save", daemon=True).start()
             else:
