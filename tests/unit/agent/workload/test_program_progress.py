@@ -180,8 +180,8 @@ def test_the_last_step_is_read_at_the_end_of_a_rank(
 
 def test_a_spare_that_has_trained_before_has_no_newest_step(monitored_program: MonitoredProgram) -> None:
     monitored_program.print_lines("step 1")
-    assert monitored_program.monitor.newest([monitored_program.path()]) is not None
-    assert monitored_program.monitor.newest(()) is None, "else its next start would be dated back to that step"
+    assert monitored_program.monitor.read_newest([monitored_program.path()]) is not None
+    assert monitored_program.monitor.read_newest(()) is None, "else its next start would be dated back to that step"
 
 
 def test_the_library_takes_precedence_over_the_pattern(monitored_program: MonitoredProgram) -> None:
