@@ -25,33 +25,11 @@ def record(cause: Cause, *, ago: float = 0.0, node: str = "", pod: str = "p") ->
     return FailureRecord(at=NOW - ago, cause=cause, pod=pod, node=node)
 
 
-def test_a_cause_can_have_a_separate_budget() -> None:
-    limits = recovery(byCause={"Hang": {"maxFailures": 1, "windowSeconds": 60}})
-    assert failure_budgets.describe_exhausted_budget((record(Cause.HANG, ago=30),), limits, NOW) is None
-    verdict = failure_budgets.describe_exhausted_budget((record(Cause.HANG, ago=30), record(Cause.HANG)), limits, NOW)
-    assert verdict is not None
-    assert "2 Hang failures within 60 s, and spec.recovery.budgets.byCause.Hang allows 1" in verdict
-    assert (
-        failure_budgets.describe_exhausted_budget((record(Cause.HANG, ago=61), record(Cause.HANG)), limits, NOW) is None
-    )
-
-
 def test_an_uncounted_cause_is_recorded_with_a_budget_of_the_job() -> None:
     assert not failure_budgets.is_recorded(Cause.PREEMPTED, recovery())
     limits = recovery(byCause={"Preempted": {"maxFailures": 0}})
     assert failure_budgets.is_recorded(Cause.PREEMPTED, limits)
     assert failure_budgets.describe_exhausted_budget((record(Cause.PREEMPTED),), limits, NOW) is not None
-
-
-def test_simultaneously_lost_nodes_are_one_failure() -> None:
-    limits = recovery(infrastructure={"maxFailures": 1})
-    rack = tuple(record(Cause.NODE_LOST, node=f"n{number}", pod=f"p{number}") for number in range(16))
-    assert failure_budgets.describe_exhausted_budget(rack, limits, NOW) is None
-    assert (
-        failure_budgets.describe_exhausted_budget((record(Cause.NODE_LOST, ago=5, node="m"), *rack), limits, NOW)
-        is not None
-    )
-    assert failure_budgets.find_backoff_end(rack, NOW) == NOW
 
 
 def test_restarts_in_place_never_back_off() -> None:
@@ -64,16 +42,6 @@ def test_restarts_in_place_never_back_off() -> None:
             tuple(record(Cause.POD_LOST, ago=5 * number) for number in reversed(range(6))), NOW
         )
         > NOW
-    )
-
-
-def test_simultaneous_pod_losses_are_one_failure() -> None:
-    everybody = tuple(
-        record(Cause.POD_LOST, ago=4 - number / 32, pod=f"p{number}") for number in range(failure_budgets.MAX_RECORDS)
-    )
-    assert failure_budgets.find_backoff_end(everybody, NOW) == NOW
-    assert (
-        failure_budgets.describe_exhausted_budget(everybody, recovery(infrastructure={"maxFailures": 1}), NOW) is None
     )
 
 

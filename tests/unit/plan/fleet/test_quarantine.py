@@ -137,15 +137,6 @@ def test_three_faults_in_a_day_quarantine_permanently() -> None:
     assert fleet.wait(100 * DAY).view.quarantined == {"node-3"}
 
 
-def test_three_faults_in_three_days_do_not_quarantine_permanently() -> None:
-    fleet = Fleet()
-    for _ in range(3):
-        fleet.fail("node-3")
-        fleet.plan()
-        fleet.now += 1.1 * DAY
-    assert fleet.wait(2 * DAY).view.quarantined == frozenset()
-
-
 @pytest.mark.parametrize("cause", [Cause.CRASH, Cause.HANG])
 def test_only_crashes_of_two_jobs_blame_the_node(cause: Cause) -> None:
     fleet = Fleet()
@@ -200,16 +191,6 @@ def test_a_deleted_node_is_remembered_by_its_machine() -> None:
 def test_without_provider_ids_nodes_are_remembered_by_name() -> None:
     fleet = Fleet()
     fleet.nodes = {name: NodeView(name=name) for name in fleet.nodes}
-    fleet.fail("node-3")
-    assert fleet.plan().view.quarantined == {"node-3"}
-
-
-def test_deleting_an_entry_releases_its_machine() -> None:
-    fleet = with_a_quarantined_node()
-    assert fleet.memory is not None
-    fleet.memory = replace(fleet.memory, machines={})
-    assert fleet.plan().view.quarantined == frozenset()
-    fleet.now += HOUR
     fleet.fail("node-3")
     assert fleet.plan().view.quarantined == {"node-3"}
 
@@ -387,16 +368,6 @@ def test_taints_are_optional_and_removed_at_the_end() -> None:
     fleet.change("node-3", taints=(Taint("other"), taint))
     assert fleet.plan().taints == ()
     assert fleet.wait(HOUR).taints == (TaintNode("node-3", None),)
-
-
-def test_a_manual_quarantine_holds() -> None:
-    fleet = Fleet()
-    entry = memory.Machine(machine="aws:///i-3", node="node-3", state=memory.MachineState.PERMANENT)
-    fleet.memory = memory.Memory(machines={entry.machine: entry})
-    fleet.taints_nodes = True
-    result = fleet.wait(30 * DAY)
-    assert result.view.quarantined == {"node-3"}
-    assert result.taints == (TaintNode("node-3", Taint(TAINT_QUARANTINED, "Host")),)
 
 
 def test_the_memory_is_bounded_and_evicts_the_mildest_first() -> None:
