@@ -45,7 +45,7 @@ def test_conditions_and_removed_devices_stay(cluster: Cluster) -> None:
     assert cluster.fleet is not None
     node = cluster.fleet.nodes[-1]
     cluster.fleet.set_condition(node, "NeuronHealth", "True", reason="NeuronHasError")
-    cluster.fleet.set_allocatable(node, "aws.amazon.com/neuron", 15)
+    set_devices(cluster, node, "15")
     time.sleep(1.0)
     status = cluster.api.get(f"/api/v1/nodes/{node}")["status"]
     assert [condition["status"] for condition in status["conditions"] if condition["type"] == "NeuronHealth"] == [
@@ -53,7 +53,12 @@ def test_conditions_and_removed_devices_stay(cluster: Cluster) -> None:
     ]
     assert status["allocatable"]["aws.amazon.com/neuron"] == "15"
     cluster.fleet.set_condition(node, "NeuronHealth", "False")
-    cluster.fleet.set_allocatable(node, "aws.amazon.com/neuron", 16)
+    set_devices(cluster, node, "16")
+
+
+def set_devices(cluster: Cluster, node: str, count: str) -> None:
+    devices = {"aws.amazon.com/neuron": count}
+    cluster.api.patch(f"/api/v1/nodes/{node}/status", {"status": {"allocatable": devices, "capacity": devices}})
 
 
 def test_the_operator_replaces_a_failed_worker_of_a_fleet_by_the_spare(cluster: Cluster, tmp_path: Path) -> None:

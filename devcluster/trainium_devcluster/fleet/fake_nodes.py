@@ -139,12 +139,6 @@ class KwokFleet:
         )
         self._cluster.api.patch(f"{self._format_path(node)}/status", {"status": {"conditions": others}})
 
-    def set_allocatable(self, node: str, resource: str, count: int) -> None:
-        """Remove or restore devices: set capacity and allocatable of a resource."""
-        amount = {resource: str(count)}
-        change = {"status": {"allocatable": amount, "capacity": amount}}
-        self._cluster.api.patch(f"{self._format_path(node)}/status", change)
-
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _build_node(self, name: str) -> dict[str, Any]:

@@ -137,11 +137,6 @@ def list_sockets(pid: int) -> list[tuple[int, str]]:
     return sockets
 
 
-def find_by_command_line(text: str) -> list[int]:
-    """Return the pids of the processes with this command line."""
-    return [pid for pid in _list_pids() if read_command_line(pid) == text]
-
-
 def find_marked(variable: str, value: str, *, prefix: bool = False) -> list[int]:
     """Return the pids of this user's processes with an environment variable of this value (or prefix)."""
     expected = f"{variable}={value}".encode()

@@ -94,7 +94,7 @@ def test_too_long_examples_are_always_counted(tmp_path: Path, rule: str, cut: in
 
 
 def first_batch(data: Any, count: int) -> Any:
-    return build_micro_batch(data.training.at(0, count), data.training.rules, 0)
+    return build_micro_batch(data.training.read_at(0, count), data.training.rules, 0)
 
 
 def test_an_example_without_packing_is_padded_without_labels(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_packed_examples_begin_at_position_0_and_have_their_own_labels(tmp_path:
     packed_members, tokens = [], 0
     for row, number in enumerate(data.training.list_numbers(0, count)):
         starts = np.flatnonzero(batch.positions[row].numpy() == 0).tolist()
-        members = data.training.sources[0].members(number)
+        members = data.training.sources[0].list_members(number)
         packed_members += members
         for start, member in zip(starts, members, strict=False):
             ids, loss_mask = stored.read_example(member)
@@ -146,7 +146,7 @@ def test_examples_joined_without_a_mask_keep_their_end_tokens_and_labels(tmp_pat
     assert batch.positions is None
     packed_members: list[int] = []
     for row, number in enumerate(data.training.list_numbers(0, count)):
-        members = data.training.sources[0].members(number)
+        members = data.training.sources[0].list_members(number)
         packed_members += members
         examples = [stored.read_example(member) for member in members]
         tokens = [int(token) for ids, _ in examples for token in ids]
@@ -157,7 +157,7 @@ def test_examples_joined_without_a_mask_keep_their_end_tokens_and_labels(tmp_pat
         expected = [token if is_learned else -100 for token, is_learned in zip(tokens[1:], learned[1:], strict=True)]
         assert batch.labels[row].tolist() == expected + [-100] * (161 - len(tokens))
     assert sorted(packed_members) == list(range(40)), "each example exactly once"
-    assert any(len(data.training.sources[0].members(number)) > 1 for number in range(count))
+    assert any(len(data.training.sources[0].list_members(number)) > 1 for number in range(count))
 
 
 def test_packing_and_samples_are_a_function_of_data_and_seed(tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def test_an_epoch_has_each_example_exactly_once_at_every_size(settings: DataConf
     assert isinstance(data.training._epochs, EpochOrder)
     for epoch in range(2):
         numbers = data.training.list_numbers(epoch * length, length)
-        members = [member for number in numbers for member in data.training.sources[0].members(number)]
+        members = [member for number in numbers for member in data.training.sources[0].list_members(number)]
         assert sorted(members) == (~data.sources[0].held_back).nonzero()[0].tolist()
 
 

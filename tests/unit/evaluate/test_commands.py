@@ -132,13 +132,14 @@ def test_the_likeliest_label_and_the_generated_one_are_counted(classification: E
 
 
 def test_the_likeliest_label_has_the_likeliest_tokens_after_the_prompt(classification: EvaluatedRun) -> None:
+    from trainium_contract.accelerators import Device
     from trainium_contract.trainer.evaluate import GenerationConfig
-    from trainium_trainer.evaluate.answering.folder import ComputeDevice, open_model_files
+    from trainium_trainer.evaluate.answering.folder import open_model_files
     from trainium_trainer.evaluate.answering.loading import load
     from trainium_trainer.evaluate.scoring import score_model
 
     question_set = read_held_out_questions(classification.config.data, 8)
-    model = load(open_model_files(classification.base), device=ComputeDevice.CPU)
+    model = load(open_model_files(classification.base), device=Device.CPU)
     outcomes = score_model(model, question_set, question_set.group_into_batches(3), GenerationConfig(max_new_tokens=1))
     for outcome in outcomes:
         question = question_set.questions[outcome.number]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from trainium_contract.accelerators import Device
 from trainium_contract.trainer.evaluate import GenerationConfig
-from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, open_model_files
+from trainium_trainer.evaluate.answering.folder import ComputeType, open_model_files
 from trainium_trainer.evaluate.answering.generation import generate
 from trainium_trainer.evaluate.answering.loading import load
 from trainium_trainer.evaluate.check_folder import compute_logits
@@ -52,12 +53,12 @@ def test_an_adapter_beside_its_base_gives_the_answers_of_the_merged_model(
     from peft import PeftModel
     from transformers import LlamaForCausalLM
 
-    base = load(open_model_files(model_folder), device=ComputeDevice.CPU)
-    with_adapter = load(open_model_files(model_folder, adapter), device=ComputeDevice.CPU)
+    base = load(open_model_files(model_folder), device=Device.CPU)
+    with_adapter = load(open_model_files(model_folder, adapter), device=Device.CPU)
     merged = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(model_folder), adapter).merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     shutil.copyfile(model_folder / "tokenizer.json", tmp_path / "merged" / "tokenizer.json")
-    reference = load(open_model_files(tmp_path / "merged"), device=ComputeDevice.CPU)
+    reference = load(open_model_files(tmp_path / "merged"), device=Device.CPU)
     prompts = [base.folder.encode("gradient loss"), base.folder.encode("a")]
     config = GenerationConfig(max_new_tokens=12)
     assert generate(with_adapter, prompts, config) == generate(reference, prompts, config)
@@ -67,10 +68,10 @@ def test_an_adapter_beside_its_base_gives_the_answers_of_the_merged_model(
 def test_an_adapter_of_another_base_is_refused(write_model: Callable[..., Path], adapter: Path, tmp_path: Path) -> None:
     wide = write_model(tmp_path / "wide", hidden_size=64)
     with pytest.raises(UserError, match=r"width 32, but in .*wide it has 64: it is of another base"):
-        load(open_model_files(wide, adapter), device=ComputeDevice.CPU)
+        load(open_model_files(wide, adapter), device=Device.CPU)
     short = write_model(tmp_path / "short", num_hidden_layers=1)
     with pytest.raises(UserError, match=r"model\.layers\.1\.self_attn\.[qv]_proj, which .*short does not have"):
-        load(open_model_files(short, adapter), device=ComputeDevice.CPU)
+        load(open_model_files(short, adapter), device=Device.CPU)
 
 
 def test_an_adapter_whose_file_names_another_base_is_refused(
@@ -81,9 +82,9 @@ def test_an_adapter_whose_file_names_another_base_is_refused(
     bases = [write_model(tmp_path / f"base-{seed}", seed=seed) for seed in (1, 2)]
     file = adapter / "adapter_model.safetensors"
     save_file(load_file(file), file, metadata={"base_digest": BaseWeights.open(str(bases[0])).digest})
-    load(open_model_files(bases[0], adapter), device=ComputeDevice.CPU)
+    load(open_model_files(bases[0], adapter), device=Device.CPU)
     with pytest.raises(UserError, match=r"was made for another base than .*base-2"):
-        load(open_model_files(bases[1], adapter), device=ComputeDevice.CPU)
+        load(open_model_files(bases[1], adapter), device=Device.CPU)
 
 
 def test_an_adapter_in_place_of_a_model_is_refused(adapter: Path) -> None:
@@ -137,14 +138,14 @@ def test_a_missing_weight_is_refused(model_copy: Path) -> None:
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, model_copy / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"1 weights are missing .*layers\.1\.mlp\.up_proj"):
-        load(open_model_files(model_copy), device=ComputeDevice.CPU)
+        load(open_model_files(model_copy), device=Device.CPU)
 
 
 def test_a_truncated_file_is_refused_in_one_sentence(model_copy: Path) -> None:
     data = (model_copy / "model.safetensors").read_bytes()
     (model_copy / "model.safetensors").write_bytes(data[:-100])
     with pytest.raises(UserError, match="transformers cannot load the model"):
-        load(open_model_files(model_copy), device=ComputeDevice.CPU)
+        load(open_model_files(model_copy), device=Device.CPU)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -162,7 +163,7 @@ def test_the_training_model_computes_the_logits_of_transformers(
 
 
 def test_a_model_computes_in_the_requested_type(model_folder: Path) -> None:
-    half = load(open_model_files(model_folder), device=ComputeDevice.CPU, precision=ComputeType.BFLOAT16)
+    half = load(open_model_files(model_folder), device=Device.CPU, precision=ComputeType.BFLOAT16)
     assert half.network.dtype is torch.bfloat16
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainium_contract.accelerators import Device
 from trainium_contract.trainer.evaluate import GenerationConfig
-from trainium_trainer.evaluate.answering.folder import ComputeDevice, open_model_files
+from trainium_trainer.evaluate.answering.folder import open_model_files
 from trainium_trainer.evaluate.answering.generation import FinishReason, compute_likelihoods, draw_seeds, generate
 from trainium_trainer.evaluate.answering.loading import LoadedModel, load
 from trainium_trainer.exits import UserError
@@ -18,7 +19,7 @@ TEXTS = ("gradient loss", "a step", "warm tensor state of the mesh", "no", "shar
 
 @pytest.fixture(scope="module")
 def model(model_folder: Path) -> LoadedModel:
-    return load(open_model_files(model_folder), device=ComputeDevice.CPU)
+    return load(open_model_files(model_folder), device=Device.CPU)
 
 
 def encode_texts(model: LoadedModel) -> list[list[int]]:
@@ -96,12 +97,12 @@ def test_an_answer_ends_at_the_last_position_of_the_model(model: LoadedModel) ->
 
 def test_an_answer_ends_at_the_end_of_text(write_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
-    plain = load(open_model_files(folder), device=ComputeDevice.CPU)
+    plain = load(open_model_files(folder), device=Device.CPU)
     prompt = plain.folder.encode("gradient loss")
     with torch.no_grad():
         first = int(plain.network(torch.tensor([prompt])).logits[0, -1].argmax())
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [first], "do_sample": True}))
-    model = load(open_model_files(folder), device=ComputeDevice.CPU)
+    model = load(open_model_files(folder), device=Device.CPU)
     (answer,) = generate(model, [prompt], GenerationConfig())
     assert (answer.text, answer.tokens, answer.finish_reason) == ("", 0, FinishReason.END_OF_TEXT)
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainium_contract.accelerators import Device
 from trainium_contract.trainer.evaluate import GenerationConfig, TasksConfig
 from trainium_trainer.commands.options import Overrides  # noqa: TC001 - typer reads annotations
 from trainium_trainer.configuration.config import load
-from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, ModelLocations
+from trainium_trainer.evaluate.answering.folder import ComputeType, ModelLocations
 from trainium_trainer.exits import UserError
 from trainium_trainer.validation_errors import validate
 
@@ -40,7 +41,7 @@ _Adapter = Annotated[
 _Config = Annotated[
     Path | None, typer.Option(help="A TrainingJob or the trainer's configuration: its data, template and settings.")
 ]
-_Where = Annotated[ComputeDevice, typer.Option(help="Auto takes a GPU if there is one.")]
+_Device = Annotated[Device | None, typer.Option(help="Omitted: a GPU if there is one, else the CPU.")]
 _Type = Annotated[ComputeType, typer.Option(help="Auto: float32 on a CPU, the folder's own type on a GPU.")]
 _Endpoint = Annotated[
     str | None,
@@ -131,7 +132,7 @@ def generate(
     seed: _Seed = None,
     batch_size: _BatchSize = None,
     precision: _Type = ComputeType.AUTO,
-    device: _Where = ComputeDevice.AUTO,
+    device: _Device = None,
     as_json: _AsJson = False,
 ) -> None:
     """Answer prompts with a model; with --config by the template that it was trained with."""
@@ -202,7 +203,7 @@ def evaluate(
     stop: _Stop = None,
     batch_size: _BatchSize = None,
     precision: _Type = ComputeType.AUTO,
-    device: _Where = ComputeDevice.AUTO,
+    device: _Device = None,
     markdown: _Markdown = None,
     output: _Output = None,
     message: _Message = None,

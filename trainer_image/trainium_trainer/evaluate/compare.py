@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_trainer.evaluate.answering.folder import (
-    ComputeDevice,
     ComputeType,
     ModelFiles,
     ModelLocations,
@@ -26,6 +25,7 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainium_contract.accelerators import Device
     from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.peers import Peers
 
@@ -35,7 +35,7 @@ class EvaluationSettings:
     """The settings of an evaluation."""
 
     generation: GenerationConfig
-    device: ComputeDevice = ComputeDevice.AUTO
+    device: Device | None = None
     precision: ComputeType = ComputeType.AUTO
     loads_model: bool = True
     """Whether this process loads models and evaluates a part of the batches; at least one rank must."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.data.dataset import encode_text_prompts, open_data
 from trainium_trainer.data.examples.held_out import HeldOutExample, build_prompts, read_held_out
-from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, ModelLocations, open_models
+from trainium_trainer.evaluate.answering.folder import ComputeType, ModelLocations, open_models
 from trainium_trainer.evaluate.answering.generation import GeneratedAnswer, check_prompts, generate
 from trainium_trainer.evaluate.answering.loading import load
 from trainium_trainer.evaluate.report import EvaluationResult, build_figures, select_answers
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from trainium_contract.accelerators import Device
     from trainium_contract.trainer.data import DataConfig
     from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.evaluate.answering.endpoint import Endpoint
@@ -155,7 +156,7 @@ def answer_questions(
     questions: Sequence[HeldOutExample],
     generation: GenerationConfig,
     *,
-    device: ComputeDevice,
+    device: Device | None,
     precision: ComputeType,
 ) -> list[GeneratedAnswer]:
     """Return answers in the order of the questions. Raises UserError and StorageError."""

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from trainium_contract.accelerators import Device
 from trainium_contract.models.parameters import count_parameters
 from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.store import ArtifactStore
 from trainium_trainer.artifacts.writer import compute_on_first_rank
-from trainium_trainer.evaluate.answering.folder import ComputeDevice, ModelLocations, open_local_folder
+from trainium_trainer.evaluate.answering.folder import ModelLocations, open_local_folder
 from trainium_trainer.evaluate.check_folder import check_folder
 from trainium_trainer.evaluate.compare import EvaluationSettings, compare
 from trainium_trainer.evaluate.memory import count_readers, read_available_bytes
@@ -150,7 +151,7 @@ class RunEvaluation:
         fitting = count_readers(needed, read_available_bytes()) if self.device == "cpu" else self.peers.size
         settings = EvaluationSettings(
             generation=self.config.evaluate.generation,
-            device=ComputeDevice(self.device),
+            device=Device(self.device),
             loads_model=self.peers.node_rank < fitting,
         )
         question_set = read_held_out_questions(self.config.data, self.config.evaluate.samples)
@@ -164,9 +165,7 @@ class RunEvaluation:
 
         def measure() -> TaskReport:
             heartbeat = partial(self.progress.enter_stage, RunStage.EVALUATE, 0.5)
-            run = measure_tasks(
-                list_compared_models(models), tasks, device=ComputeDevice(self.device), heartbeat=heartbeat
-            )
+            run = measure_tasks(list_compared_models(models), tasks, device=Device(self.device), heartbeat=heartbeat)
             if tasks.keep_samples:
                 store.write(SAMPLES_NAME, run.samples.encode())
             return run.report

@@ -28,7 +28,6 @@ from trainium_contract.status.results import EvaluationFigure
 from trainium_contract.trainer.evaluate import TasksConfig  # noqa: TC001 - pydantic reads annotations
 from trainium_trainer.artifacts.manifest import MANIFEST_NAME, hash_json
 from trainium_trainer.evaluate.answering.folder import (
-    ComputeDevice,
     ComputeType,
     ModelLocations,
     open_local_folder,
@@ -41,6 +40,7 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from trainium_contract.accelerators import Device
     from trainium_trainer.evaluate.answering.endpoint import Endpoint
 
 _NEAR = 3
@@ -157,7 +157,7 @@ def measure_tasks(
     models: Sequence[ModelLocations],
     tasks: TasksConfig,
     *,
-    device: ComputeDevice = ComputeDevice.AUTO,
+    device: Device | None = None,
     precision: ComputeType = ComputeType.AUTO,
     endpoint: Endpoint | None = None,
     earlier: TaskReport | None = None,
@@ -229,7 +229,7 @@ def _compute_identity(models: ModelLocations, tasks: TasksConfig) -> str:
 def _open_folder_model(
     models: ModelLocations,
     tasks: TasksConfig,
-    device: ComputeDevice,
+    device: Device | None,
     precision: ComputeType,
     heartbeat: Callable[[], None],
 ) -> Iterator[tuple[Any, str]]:

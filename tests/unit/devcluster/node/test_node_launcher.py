@@ -8,12 +8,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.testing.suite.timeouts import until
 from trainium_devcluster.node.processes import isolation
 from trainium_devcluster.node.processes.isolation import Namespaces
-from trainium_devcluster.processes.process_tree import find_by_command_line
 
 PREAMBLE = """
 import asyncio, json, os, signal, sys
@@ -156,7 +156,14 @@ def test_pid_1_ignores_sigterm_and_its_children_end_with_it(prefix: list[str], s
     hostname, process_count = output.splitlines()
     assert (ignored, code, hostname, ended) == (True, 0, "pod-1", [137, 9])
     assert int(process_count) <= 6
-    assert find_by_command_line("sleep 765432") == []
+    assert find_sleeping("765432") == []
+
+
+def find_sleeping(seconds: str) -> list[int]:
+    """Return the pids of the processes that sleep for so many seconds."""
+    return [
+        process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", seconds]
+    ]
 
 
 def test_processes_of_containers_end_with_a_killed_node(prefix: list[str], state: Path) -> None:
@@ -169,7 +176,7 @@ def test_processes_of_containers_end_with_a_killed_node(prefix: list[str], state
     """
     with pytest.raises(AssertionError):
         run_in_node(prefix, state, node_script)
-    until(lambda: not find_by_command_line("sleep 876543"), "the processes have ended", pause=0.02)
+    until(lambda: not find_sleeping("876543"), "the processes have ended", pause=0.02)
 
 
 def test_isolation_is_probed_without_changing_this_process() -> None:

@@ -313,5 +313,5 @@ def initialize_shards(
 
 def read_shard_samples(step: int) -> ShardSamples:
     """Return the samples of a step."""
-    rows: ShardSamples = _worker["shards"].rows(step)
-    return rows
+    shards: StreamShards = _worker["shards"]
+    return shards.read_rows(step)

@@ -45,15 +45,6 @@ class ComputeType(StrEnum):
     FLOAT16 = "float16"
 
 
-class ComputeDevice(StrEnum):
-    """The device on which a model computes."""
-
-    AUTO = "auto"
-    """A GPU if there is one."""
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLocations:
     """The locations of models: folders or s3://bucket/prefix."""

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from trainium_contract.accelerators import Device
 from trainium_contract.models.parameters import EMBEDDING, HEAD
-from trainium_trainer.evaluate.answering.folder import ADAPTER_WEIGHTS, ComputeDevice, ComputeType, ModelFiles
+from trainium_trainer.evaluate.answering.folder import ADAPTER_WEIGHTS, ComputeType, ModelFiles
 from trainium_trainer.exits import UserError
 from trainium_trainer.weights.adapter import BASE_DIGEST, from_tensor
 from trainium_trainer.weights.base import BaseWeights
@@ -38,18 +39,20 @@ class LoadedModel:
     device: torch.device
 
 
-def select_device(choice: ComputeDevice) -> torch.device:
-    """Return the device to compute on. Raises UserError if it does not exist."""
+def select_device(choice: Device | None) -> torch.device:
+    """Return the device to compute on, a GPU if there is one and no choice. Raises UserError if it cannot be used."""
     has_gpu = torch.cuda.is_available()
-    if choice is ComputeDevice.CUDA and not has_gpu:
+    if choice is Device.NEURON:
+        raise UserError("--device neuron: transformers does not run on it: leave the option out, or use --endpoint")
+    if choice is Device.CUDA and not has_gpu:
         raise UserError("--device cuda: torch finds no GPU on this machine: leave the option out, or use cpu")
-    return torch.device("cuda" if choice is not ComputeDevice.CPU and has_gpu else "cpu")
+    return torch.device("cuda" if choice is not Device.CPU and has_gpu else "cpu")
 
 
 def load(
     folder: ModelFiles,
     *,
-    device: ComputeDevice = ComputeDevice.AUTO,
+    device: Device | None = None,
     precision: ComputeType = ComputeType.AUTO,
     recommended: bool = False,
 ) -> LoadedModel:
