@@ -65,8 +65,8 @@ class Request:
         kind, _, subresource = self.resource.partition("/")
         kind = kind.removesuffix(f".{GROUP}")
         root = f"/apis/{GROUP}/{VERSION}" if kind == PLURAL else "/api/v1"
-        where = f"namespaces/{self.namespace}" if self.namespace else ""
-        return "/".join(filter(None, (root, where, kind, self.name, subresource)))
+        namespace_path = f"namespaces/{self.namespace}" if self.namespace else ""
+        return "/".join(filter(None, (root, namespace_path, kind, self.name, subresource)))
 
     @property
     def text(self) -> str:
@@ -124,8 +124,8 @@ class Api:
         name = str(job["metadata"]["name"])
         names = [str(entry.get("name")) for entry in read_objects(read_mapping(job, "spec"), "roles")]
         if role not in names:
-            known = f"its roles are {', '.join(names)}" if names else "it has no roles (spec.roles)"
-            raise ClientError(f"{name} has no role {role}; {known}")
+            roles = f"its roles are {', '.join(names)}" if names else "it has no roles (spec.roles)"
+            raise ClientError(f"{name} has no role {role}; {roles}")
         path = f"/spec/roles/{names.index(role)}"
         patch = [
             {"op": "test", "path": f"{path}/name", "value": role},
@@ -227,16 +227,16 @@ class Api:
         if elsewhere:
             return f"{sentence}; there is one in namespace {' and '.join(elsewhere[:3])}: give it with -n"
         try:
-            known = sorted(str(job["metadata"]["name"]) for job in self.list_jobs())
+            job_names = sorted(str(job["metadata"]["name"]) for job in self.list_jobs())
         except ClientError:
             return sentence
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(name, job_names, n=3, cutoff=0.5)
         if near:
             return f"{sentence}; did you mean {' or '.join(near)}?"
-        if not known:
+        if not job_names:
             return f"{sentence}, which has no TrainingJobs; give the namespace with -n"
-        more = ", …" if len(known) > 5 else ""
-        return f"{sentence}; it has {', '.join(known[:5])}{more}"
+        more = ", …" if len(job_names) > 5 else ""
+        return f"{sentence}; it has {', '.join(job_names[:5])}{more}"
 
     def _find_namespaces(self, name: str) -> list[str]:
         """Return the namespaces with a job of this name, as far as they may be listed."""

@@ -61,7 +61,7 @@ def find_error(lines: Sequence[str]) -> int | None:
 
     After the frames of a traceback it may have any name. Launchers' errors and ignored exceptions do not count.
     """
-    found, has_frames, is_ignored = None, False, False
+    summary_index, has_frames, is_ignored = None, False, False
     for index, line in enumerate(map(strip_margin, lines)):
         if line[:1].isspace() or not line:
             has_frames = has_frames or _FRAME.match(line) is not None
@@ -70,8 +70,8 @@ def find_error(lines: Sequence[str]) -> int | None:
         name = _parse_exception(line, has_frames=has_frames)
         has_frames = False
         if name and name not in _LAUNCHER_ERRORS:
-            found, is_ignored = (found if is_ignored else index), False
-    return found
+            summary_index, is_ignored = (summary_index if is_ignored else index), False
+    return summary_index
 
 
 def starts_report(line: str) -> bool:

@@ -62,18 +62,18 @@ class Installation:
     """File with the certificates that the release trusts."""
 
 
-def judge_replicas(service: str, expected: int, found: Sequence[Replica]) -> CheckVerdict:
+def judge_replicas(service: str, expected: int, replicas: Sequence[Replica]) -> CheckVerdict:
     """Return the verdict on the responses of the replicas."""
-    bad = [f"{each.address} {each.problem}" for each in found if each.problem]
-    leaders = [each.address for each in found if each.is_leader and not each.problem]
+    bad = [f"{replica.address} {replica.problem}" for replica in replicas if replica.problem]
+    leaders = [replica.address for replica in replicas if replica.is_leader and not replica.problem]
     if bad:
         problem = "; ".join(bad)
-    elif len(found) < expected:
-        problem = f"{service} has {len(found)} of {expected} replicas: look at the Deployment's pods"
+    elif len(replicas) < expected:
+        problem = f"{service} has {len(replicas)} of {expected} replicas: look at the Deployment's pods"
     elif len(leaders) != 1:
-        problem = f"{len(leaders)} of {len(found)} replicas lead: look at the Lease and at the operator's log"
+        problem = f"{len(leaders)} of {len(replicas)} replicas lead: look at the Lease and at the operator's log"
     else:
-        good = f"{len(found)} of {expected} replicas ready" if len(found) > 1 else "the only replica is ready"
+        good = f"{len(replicas)} of {expected} replicas ready" if len(replicas) > 1 else "the only replica is ready"
         return CheckVerdict(
             works=True, sentence=f"the operator works: {good}, {leaders[0]} leads, certificates are its own"
         )
@@ -104,8 +104,8 @@ def poll(installed: Installation, *, resolve: Callable[[str], Sequence[str]] = r
             sentence=f"the operator does not work: {installed.service}: {error.strerror or error}: the Service has no "
             "pods, or names are not resolved; look at the Deployment's pods",
         )
-    found = [_build_replica(installed, address, trust) for address in addresses]
-    return judge_replicas(installed.service, installed.replicas, found)
+    replicas = [_build_replica(installed, address, trust) for address in addresses]
+    return judge_replicas(installed.service, installed.replicas, replicas)
 
 
 def poll_until_ready(
@@ -113,9 +113,9 @@ def poll_until_ready(
 ) -> CheckVerdict:
     """Poll until the operator works; return that verdict, or the last one after about `seconds` of pauses."""
     for _ in range(int(seconds / _PAUSE_SECONDS)):
-        found = check_once()
-        if found.works:
-            return found
+        verdict = check_once()
+        if verdict.works:
+            return verdict
         pause(_PAUSE_SECONDS)
     return check_once()
 
@@ -165,9 +165,9 @@ def check(
 ) -> None:
     """Print in one sentence whether the installed operator works, from inside the cluster; exit 1 when not."""
     installed = Installation(service, replicas, coordinator_port, probe_port, authority)
-    found = poll_until_ready(lambda: poll(installed), seconds, time.sleep)
-    typer.echo(found.sentence, err=not found.works)
-    raise typer.Exit(0 if found.works else 1)
+    verdict = poll_until_ready(lambda: poll(installed), seconds, time.sleep)
+    typer.echo(verdict.sentence, err=not verdict.works)
+    raise typer.Exit(0 if verdict.works else 1)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

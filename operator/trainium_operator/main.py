@@ -286,8 +286,8 @@ class RuntimeSupervisor:
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     found: list[BaseException] = []
-    for each in group.exceptions:
-        found += _leaves(each) if isinstance(each, BaseExceptionGroup) else [each]
+    for exception in group.exceptions:
+        found += _leaves(exception) if isinstance(exception, BaseExceptionGroup) else [exception]
     return found
 
 

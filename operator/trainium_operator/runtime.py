@@ -339,9 +339,9 @@ class Runtime:
         now = asyncio.get_running_loop().time()
         if now - self.api_last_seen > WATCH_STALE_SECONDS:
             return ""  # the API server is away: a restart would only lose the state of agents
-        for each in self.caches.list_reflectors():
-            if each.synced.is_set() and now - each.last_seen > WATCH_STALE_SECONDS:
-                return f"the watch of {each.resource.plural} has been silent for {now - each.last_seen:.0f} s"
+        for reflector in self.caches.list_reflectors():
+            if reflector.synced.is_set() and now - reflector.last_seen > WATCH_STALE_SECONDS:
+                return f"the watch of {reflector.resource.plural} has been silent for {now - reflector.last_seen:.0f} s"
         busy = self.reconciler.measure_busy_seconds()
         return f"a worker has been busy with one job for {busy:.0f} s" if busy > STUCK_SECONDS else ""
 
@@ -349,7 +349,9 @@ class Runtime:
         """Return what is missing before this replica could act."""
         if not self.caches.jobs.synced.is_set():
             return "trainingjobs are not listed yet"
-        missing = [each.resource.plural for each in self.caches.list_reflectors() if not each.synced.is_set()]
+        missing = [
+            reflector.resource.plural for reflector in self.caches.list_reflectors() if not reflector.synced.is_set()
+        ]
         if missing:
             return f"not listed yet: {', '.join(missing)}"
         return "" if self.token_verifier.has_keys else self.token_verifier.problem
@@ -364,12 +366,12 @@ class Runtime:
 
     def _apply_discovery(self) -> None:
         """Apply changed API discovery, because every plan may depend on it."""
-        found = self.discovery
-        self.caches.kueue.offered.set_served(found.kueue)
-        self.caches.dra.offered.set_served(found.claims)
+        apis = self.discovery
+        self.caches.kueue.offered.set_served(apis.kueue)
+        self.caches.dra.offered.set_served(apis.claims)
         before = self.plan_settings
         self.plan_settings = replace(
-            before, gang_apis=found.gang_apis, topology_layers=found.topology_layers, cluster=found.cluster
+            before, gang_apis=apis.gang_apis, topology_layers=apis.topology_layers, cluster=apis.cluster
         )
         self._apply_api_states()
         now = self.plan_settings
@@ -401,8 +403,8 @@ class Runtime:
 
     def _find_address(self, target: state.ProbeTarget) -> str:
         entry = self.caches.pods.store.get_entry((target.namespace, target.pod))
-        known = entry is not None and entry.uid == target.pod_uid and entry.owner == target.job_id
-        return entry.view.ip if entry is not None and known else ""
+        is_same_pod = entry is not None and entry.uid == target.pod_uid and entry.owner == target.job_id
+        return entry.view.ip if entry is not None and is_same_pod else ""
 
     def _has_failed(self, job_id: JobId) -> bool:
         record = self.caches.jobs.store.get((job_id.namespace, job_id.name))

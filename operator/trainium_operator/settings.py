@@ -305,20 +305,22 @@ def _build_settings_command() -> Callable[..., Settings]:
     """Return a function whose parameters are the settings, each with its flag, its variables and its help."""
     types = get_type_hints(Settings)
     parameters = []
-    for each in fields(Settings):
-        kind, variable = types[each.name], PREFIX + each.name.upper()
+    for setting in fields(Settings):
+        kind, variable = types[setting.name], PREFIX + setting.name.upper()
         parser, metavar = _PARSERS.get(kind, (None, None))
         kind = kind if parser is None else str  # a bool would be a flag without a value
         option = typer.Option(
-            f"--{each.name.replace('_', '-')}",
-            envvar=[variable, each.metadata["variable"]] if each.metadata["variable"] else variable,
-            help=each.metadata["help"],
+            f"--{setting.name.replace('_', '-')}",
+            envvar=[variable, setting.metadata["variable"]] if setting.metadata["variable"] else variable,
+            help=setting.metadata["help"],
             parser=parser,
             metavar=metavar,
         )
         annotation = Annotated[kind, option]  # type: ignore[valid-type]
         parameters.append(
-            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=annotation)
+            inspect.Parameter(
+                setting.name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=annotation
+            )
         )
 
     def read(**values: Any) -> Settings:
@@ -336,12 +338,12 @@ def process_identity(environment: Mapping[str, str]) -> str:
 
 def _parse_template(text: str) -> dict[str, Any]:
     """Parse a pod template. Raises ValueError."""
-    found = json.loads(text or "{}")
-    if not isinstance(found, dict) or not found.keys() <= {"metadata", "spec"}:
+    rules = json.loads(text or "{}")
+    if not isinstance(rules, dict) or not rules.keys() <= {"metadata", "spec"}:
         raise ValueError(text)
-    if not all(isinstance(part, dict) for part in found.values()) or describe_shape_error(found):
+    if not all(isinstance(part, dict) for part in rules.values()) or describe_shape_error(rules):
         raise ValueError(text)
-    return found
+    return rules
 
 
 def _parse_labels(text: str) -> dict[str, str]:
@@ -354,14 +356,14 @@ def _parse_labels(text: str) -> dict[str, str]:
 
 def _parse_ingress_rules(text: str) -> tuple[dict[str, Any], ...]:
     """Parse ingress rules. Raises ValueError; the API server checks `from` and `ports`."""
-    found = json.loads(text or "[]")
-    good = isinstance(found, list) and all(
+    rules = json.loads(text or "[]")
+    good = isinstance(rules, list) and all(
         isinstance(rule, dict) and rule.keys() <= {"from", "ports"} and all(isinstance(x, list) for x in rule.values())
-        for rule in found
+        for rule in rules
     )
     if not good:
         raise ValueError(text)
-    return tuple(found)
+    return tuple(rules)
 
 
 def _is_read(read: Callable[[str], object], text: str) -> bool:

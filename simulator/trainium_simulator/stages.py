@@ -87,8 +87,8 @@ def read_stages(path: Path, base: StageTimes) -> StageTimes:
     try:
         return base.override(document)
     except ValidationError as error:
-        known = ", ".join(sorted(field.alias or name for name, field in StageTimes.model_fields.items()))
-        raise InputError(f"{path}: {describe_errors(error)}. Known are {known}") from error
+        names = ", ".join(sorted(field.alias or name for name, field in StageTimes.model_fields.items()))
+        raise InputError(f"{path}: {describe_errors(error)}. Known are {names}") from error
 
 
 def learn_stages(path: Path, base: StageTimes) -> StageTimes:
@@ -119,7 +119,7 @@ def learn_medians(status: TrainingJobStatus, history: tuple[Interruption, ...], 
     learned: dict[str, float] = {}
     sizes = [account for account in status.goodput.sizes if account.step_seconds]
     if sizes:
-        largest = max(sizes, key=lambda each: each.size)
+        largest = max(sizes, key=lambda size: size.size)
         learned["stepSeconds"] = largest.step_seconds or 0.0
     recovered = [entry for entry in history if entry.recovered_seconds is not None and entry.stages is not None]
     in_place = [entry for entry in recovered if entry.response is RecoveryResponse.IN_PLACE]

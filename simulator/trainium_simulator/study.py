@@ -205,7 +205,7 @@ def _summarize_recoveries(interruptions: Sequence[Interruption], days: float) ->
                     max_steps_lost=max(entry.steps_lost or 0 for entry in recoveries),
                 )
             )
-    return tuple(sorted(statistics, key=lambda each: -each.per_day))
+    return tuple(sorted(statistics, key=lambda statistic: -statistic.per_day))
 
 
 def _compute_student_t_quantile(degrees_of_freedom: int) -> float:

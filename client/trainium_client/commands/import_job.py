@@ -75,9 +75,9 @@ def _refuse_invalid(job: ImportedJob, name: str) -> None:
     try:
         TrainingJobSpec.model_validate(job.document["spec"])
     except ValidationError as error:
-        for found in error.errors(include_url=False, include_input=False):
-            if found["type"] != "missing":
-                place = ".".join(str(part) for part in found["loc"])
+        for detail in error.errors(include_url=False, include_input=False):
+            if detail["type"] != "missing":
+                place = ".".join(str(part) for part in detail["loc"])
                 raise ClientError(
-                    f"{name} cannot be a TrainingJob: {place}: {found['msg']}; change the input"
+                    f"{name} cannot be a TrainingJob: {place}: {detail['msg']}; change the input"
                 ) from None

@@ -110,9 +110,9 @@ def _explain_missing_log(status: int, member: MemberRow, namespace: str) -> str:
         return f"you may not get pods/log in namespace {namespace}; ask for a Role with verb 'get' on 'pods/log'"
     if status == 404:
         return f"{member.pod} was deleted, and its log with it; its last output is in `kubectl trn why`"
-    where = f" on node {member.node}" if member.node else ""
+    location = f" on node {member.node}" if member.node else ""
     return (
-        f"the log of {member.pod}{where} cannot be read (the API server answered {status}): "
+        f"the log of {member.pod}{location} cannot be read (the API server answered {status}): "
         "its node may be down or deleted"
     )
 

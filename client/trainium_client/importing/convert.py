@@ -199,9 +199,9 @@ def _clean_template(job: ImportedJob, source: SourceJob, instance_type: str) -> 
     if instance_type:
         selector = {k: v for k, v in spec.get("nodeSelector", {}).items() if not _is_of_gpu(k)}
         tolerations = [
-            each
-            for each in spec.get("tolerations") or []
-            if not (isinstance(each, dict) and _is_of_gpu(str(each.get("key", ""))))
+            toleration
+            for toleration in spec.get("tolerations") or []
+            if not (isinstance(toleration, dict) and _is_of_gpu(str(toleration.get("key", ""))))
         ]
         dropped = len(selector) < len(spec.get("nodeSelector", {})) or len(tolerations) < len(
             spec.get("tolerations") or []

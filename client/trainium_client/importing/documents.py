@@ -59,10 +59,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuse keys other than text."""
-        found = super().construct_mapping(node, deep=deep)
-        if not all(isinstance(key, str) for key in found):
+        mapping = super().construct_mapping(node, deep=deep)
+        if not all(isinstance(key, str) for key in mapping):
             raise yaml.constructor.ConstructorError(None, None, "a key is no text: put it in quotes", node.start_mark)
-        return found
+        return mapping
 
 
 _Loader.yaml_implicit_resolvers = {

@@ -77,10 +77,10 @@ class Fields:
 
     def read_text_map(self, key: str) -> dict[str, str]:
         """Return an object of strings. Raises ClientError for anything else."""
-        found = self.read_mapping(key)
-        if not all(isinstance(value, str) for value in found.values()):
+        mapping = self.read_mapping(key)
+        if not all(isinstance(value, str) for value in mapping.values()):
             raise self._build_error(key, "an object of texts")
-        return found
+        return mapping
 
     def read_child(self, key: str) -> Fields:
         """Return an object whose fields are tracked too, always the same one. Raises ClientError for another type."""
@@ -104,9 +104,9 @@ class Fields:
 
     def read_rest(self, *without: str) -> dict[str, Any]:
         """Return all fields that were not read yet, without some that stay unread."""
-        found = {key: value for key, value in self._value.items() if key not in self._read and key not in without}
-        self._read.update(found)
-        return found
+        unread = {key: value for key, value in self._value.items() if key not in self._read and key not in without}
+        self._read.update(unread)
+        return unread
 
     def list_unread(self) -> Iterator[str]:
         """Yield the paths of all fields that were not read, here and in tracked children."""
@@ -120,7 +120,7 @@ class Fields:
         """Yield a note for each field that was not read; `sentences` has reasons by path, without indices."""
         for path in self.list_unread():
             place = _INDEX.sub("", path)
-            reasons = (text for known, text in sentences.items() if f"{place}.".startswith(f"{known}."))
+            reasons = (text for explained, text in sentences.items() if f"{place}.".startswith(f"{explained}."))
             yield Note(f"{path}: {next(reasons, 'this field is not known to the import')}")
 
     def _read_typed(self, key: str, kind: type, name: str, default: Any) -> Any:

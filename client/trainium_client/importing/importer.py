@@ -50,11 +50,11 @@ def import_jobs(inputs: Sequence[tuple[str, str]], options: Options) -> list[tup
         elif kind not in RUNTIMES:
             unknown.append(" ".join(filter(None, (kind, version))) or "an object without a kind")
     if not jobs:
-        known = ", ".join(f"{kind} ({version})" for version, kind in FORMS)
-        found = f"has {', '.join(dict.fromkeys(unknown))}" if unknown else "has no job"
+        readable = ", ".join(f"{kind} ({version})" for version, kind in FORMS)
+        content = f"has {', '.join(dict.fromkeys(unknown))}" if unknown else "has no job"
         raise ClientError(
-            f"{' and '.join(name for name, _ in inputs)} {found}: give one of {known}, a script of Slurm or a command "
-            "of torchrun"
+            f"{' and '.join(name for name, _ in inputs)} {content}: give one of {readable}, a script of Slurm or a "
+            "command of torchrun"
         )
     imported = [(name, convert(job, instance_type=options.instance_type, image=options.image)) for name, job in jobs]
     for text in dict.fromkeys(unknown):

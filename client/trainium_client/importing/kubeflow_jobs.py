@@ -93,8 +93,8 @@ def _read_train_job(fields: Fields, others: Sequence[Json], _replica: str) -> Pa
     runtime = fields.attach("runtime", _find_runtime(reference, others))
     read_metadata(runtime)
     policy, job_set = runtime.read_child("spec.mlPolicy"), runtime.read_child("spec.template.spec")
-    if found := [name for name in _OTHER_RUNTIMES if name in policy]:
-        raise ClientError(f"the runtime is one of {found[0]}: only runtimes of torch can be imported")
+    if other_runtimes := [name for name in _OTHER_RUNTIMES if name in policy]:
+        raise ClientError(f"the runtime is one of {other_runtimes[0]}: only runtimes of torch can be imported")
     runtime.skip("spec.template.metadata")
     job, notes = _find_training_job(job_set.read_children("replicatedJobs"))
     job.skip("name", "dependsOn", "groupName", "replicas", "template.metadata")

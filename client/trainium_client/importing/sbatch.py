@@ -103,14 +103,14 @@ def read_script_file(script: str, name: str) -> SourceJob:
     notes = [Note(f"#SBATCH {option}: this option is not known to the import") for option in unknown]
     variables: dict[str, list[str]] = {}
     exported: dict[str, str] = {}
-    found, ignored = _find_training(script, variables, exported)
+    training, ignored = _find_training(script, variables, exported)
     notes += ignored
-    if found.srun is not None:
-        for key, value in vars(found.srun).items():
+    if training.srun is not None:
+        for key, value in vars(training.srun).items():
             if value is not None:
                 setattr(options, key, value)
     tasks = _parse_whole_number(options.ntasks_per_node or options.tasks_per_node)
-    program = found.launched or _build_plain_program(found.words)
+    program = training.launched or _build_plain_program(training.words)
     notes += _explain(options)
     if not program.launched and _RANK_SCRIPT.search(script):
         notes.append(
@@ -140,7 +140,7 @@ def read_script_file(script: str, name: str) -> SourceJob:
 
 def _find_training(script: str, variables: dict[str, list[str]], exported: dict[str, str]) -> tuple[_Found, list[Note]]:
     """Return the statement that trains; set the variables that the script assigns before, and note the others."""
-    found: _Found | None = None
+    training: _Found | None = None
     ignored: list[Note] = []
     for statement in split_statements(script):
         text = script[statement.start : statement.end]
@@ -152,14 +152,14 @@ def _find_training(script: str, variables: dict[str, list[str]], exported: dict[
             if not assigned:
                 ignored.append(_ignore(statement, text))
             continue
-        candidate = _read_statement(script, statement, variables) if found is None else None
+        candidate = _read_statement(script, statement, variables) if training is None else None
         if candidate is not None:
-            found = candidate
+            training = candidate
         elif not text.startswith(("set ", "echo ", "date", "wait", "hostname", "module list")):
             ignored.append(_ignore(statement, text))
-    if found is None:
+    if training is None:
         raise ClientError("nothing in the script starts torchrun or srun: give a script or a command that does")
-    return found, ignored
+    return training, ignored
 
 
 def _ignore(statement: Statement, text: str) -> Note:

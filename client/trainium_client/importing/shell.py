@@ -213,8 +213,8 @@ def _expand(raw: str, start: int, end: int, variables: Mapping[str, list[str]]) 
         elif raw[position] == "\\":
             text += piece[1:]
         else:
-            found = _VARIABLE.match(raw, position)
-            piece_end = found.end() if found else piece_end
+            variable_match = _VARIABLE.match(raw, position)
+            piece_end = variable_match.end() if variable_match else piece_end
             inner, literal = _substitute(raw[position:piece_end], variables)
             text, is_literal = text + inner, is_literal and literal
         position = piece_end

@@ -70,12 +70,16 @@ def _write_object(value: dict[str, Any], comments: dict[str, list[str]], path: s
         place = f"{path}.{key}".lstrip(".")
         for text in comments.get(place, ()):
             lines += _format_comment(text, indent)
-        if isinstance(inner, dict) and inner and any(known.startswith(f"{place}.") for known in comments):
+        if (
+            isinstance(inner, dict)
+            and inner
+            and any(commented_path.startswith(f"{place}.") for commented_path in comments)
+        ):
             lines += [f"{indent}{key}:", *_write_object(inner, comments, place, f"{indent}  ")]
         else:
             lines += _dump({key: inner}, indent)
-    for known, texts in comments.items():
-        parent, _, name = known.rpartition(".")
+    for commented_path, texts in comments.items():
+        parent, _, name = commented_path.rpartition(".")
         if parent == path and name not in value:
             for text in texts:
                 lines += _format_comment(text, indent)

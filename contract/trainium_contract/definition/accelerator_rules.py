@@ -19,27 +19,29 @@ if TYPE_CHECKING:
 
 def _select_by_instance_type(figure: Callable[[Instance], int]) -> str:
     """Return an expression for a figure of the job's instance type."""
-    known = ", ".join(f"'{name}': {figure(each)}" for name, each in INSTANCES.items())
-    return f"{{{known}}}[self.instanceType]"
+    values = ", ".join(f"'{name}': {figure(instance)}" for name, instance in INSTANCES.items())
+    return f"{{{values}}}[self.instanceType]"
 
 
 _DEVICES_BY_TYPE = "{" + ", ".join(f"'{name}': {instance.devices}" for name, instance in INSTANCES.items()) + "}"
 _IS_KNOWN_TYPE = f"self.?instanceType.orValue('') in {_DEVICES_BY_TYPE}"
 _DEVICES_OF_TYPE = f"{_DEVICES_BY_TYPE}[self.instanceType]"
-_PHYSICAL_CORES = _select_by_instance_type(lambda each: each.cores * each.core_parts)
-_CLAIMED_CORES = f"""{_select_by_instance_type(lambda each: each.cores * each.core_parts // each.devices)}
-* self.claim.?count.orValue({_select_by_instance_type(lambda each: each.devices)})
-/ self.claim.?logicalNeuronCore.orValue({_select_by_instance_type(lambda each: each.core_parts)})"""
+_PHYSICAL_CORES = _select_by_instance_type(lambda figures: figures.cores * figures.core_parts)
+_CLAIMED_CORES = f"""{_select_by_instance_type(lambda figures: figures.cores * figures.core_parts // figures.devices)}
+* self.claim.?count.orValue({_select_by_instance_type(lambda figures: figures.devices)})
+/ self.claim.?logicalNeuronCore.orValue({_select_by_instance_type(lambda figures: figures.core_parts)})"""
 _MAX_CORES = f"(has(self.claim) ? {_CLAIMED_CORES} : {_PHYSICAL_CORES})"
 
 _ULTRA_SERVER_SIZES = (
     "{"
     + ", ".join(
-        f"'{name}': {list(each.ultra_server_nodes)}" for name, each in INSTANCES.items() if each.ultra_server_nodes
+        f"'{name}': {list(instance.ultra_server_nodes)}"
+        for name, instance in INSTANCES.items()
+        if instance.ultra_server_nodes
     )
     + "}"
 )
-_ULTRA_SERVER_TYPES = ", ".join(name for name, each in INSTANCES.items() if each.ultra_server_nodes)
+_ULTRA_SERVER_TYPES = ", ".join(name for name, instance in INSTANCES.items() if instance.ultra_server_nodes)
 _IS_ULTRA_SERVER_TYPE = f"self.?instanceType.orValue('') in {_ULTRA_SERVER_SIZES}"
 
 _UNIT_RULES: tuple[Rule, ...] = (

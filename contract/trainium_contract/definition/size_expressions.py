@@ -23,7 +23,9 @@ _CORES = f"({_PROCESSES} > {_CORES_GIVEN} ? {_PROCESSES} : {_CORES_GIVEN})"
 UNIT_NODES_BY_TYPE = (
     "{"
     + ", ".join(
-        f"'{name}': {max(each.ultra_server_nodes)}" for name, each in INSTANCES.items() if each.ultra_server_nodes
+        f"'{name}': {max(instance.ultra_server_nodes)}"
+        for name, instance in INSTANCES.items()
+        if instance.ultra_server_nodes
     )
     + "}"
 )
@@ -53,8 +55,8 @@ def fills_batch(nodes: str) -> str:
 
     Fails at run time unless `is_divisible` holds.
     """
-    whole = f"{GLOBAL_BATCH} % ({nodes} * c / {MODEL_PARALLEL} * {MICRO_BATCH}) == 0"
-    return f"({_ALLOWS_ANY_SIZE} || {whole})"
+    divides_evenly = f"{GLOBAL_BATCH} % ({nodes} * c / {MODEL_PARALLEL} * {MICRO_BATCH}) == 0"
+    return f"({_ALLOWS_ANY_SIZE} || {divides_evenly})"
 
 
 def _is_legal(nodes: str) -> str:

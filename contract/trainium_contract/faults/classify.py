@@ -165,7 +165,7 @@ def find_cause(kind: SignKind, key: str, value: str = "*") -> Cause | None:
     causes = _CAUSES[kind]
     if exact := causes.get((key, value)) or causes.get((key, "*")):
         return exact
-    prefixes = [known for known, _ in causes if known.endswith("*") and key.startswith(known[:-1])]
+    prefixes = [prefix for prefix, _ in causes if prefix.endswith("*") and key.startswith(prefix[:-1])]
     return causes[max(prefixes, key=len), "*"] if prefixes else None
 
 

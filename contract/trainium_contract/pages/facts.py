@@ -116,8 +116,8 @@ def _describe_progress(view: JobView, *, ages: bool, with_bar: bool) -> str:
         return step_text(view, ages=ages) if view.step else ""
     drawn = f"{format_bar(view.share, _BAR)}  " if with_bar else ""
     shows_eta = view.eta_seconds is not None and not view.stale
-    left = f", {format_duration(view.eta_seconds)} left" if shows_eta else ""
-    return f"{drawn}{100 * view.share:.1f} %  {step_text(view, ages=ages)}{left}"
+    remaining = f", {format_duration(view.eta_seconds)} left" if shows_eta else ""
+    return f"{drawn}{100 * view.share:.1f} %  {step_text(view, ages=ages)}{remaining}"
 
 
 def _describe_speed(view: JobView) -> str:

@@ -14,9 +14,9 @@ def format_duration(seconds: float | None) -> str:
     if 0 < seconds < 10:
         return f"{1000 * seconds:.0f}ms" if seconds < 0.95 else f"{seconds:.1f}s".replace(".0s", "s")
     parts: list[str] = []
-    left = round(seconds)
+    remaining = round(seconds)
     for size, unit in _UNITS:
-        count, left = divmod(left, size)
+        count, remaining = divmod(remaining, size)
         if count or parts:
             parts.append(f"{count}{unit}" if count else "")
         if len(parts) == 2:

@@ -284,8 +284,8 @@ def _describe_omitted(workers: Timeline) -> str:
 
 def _render_workers(report: JobReport) -> str:
     members, ranks = report.members, report.ranks_by_pod
-    known = members is not None
-    cells = [_build_pod_square(pod, ranks.get(pod.name, "") if known else None) for pod in report.pods[:MAX_ROWS]]
+    has_members = members is not None
+    cells = [_build_pod_square(pod, ranks.get(pod.name, "") if has_members else None) for pod in report.pods[:MAX_ROWS]]
     drawn = draw_squares(cells, "Workers by state")
     legend = "; ".join(filter(None, (_count_by_role(report.view), _KEY)))
     shown = f"<h2>Workers</h2>{drawn}<p class=soft>{escape(legend)}</p>" if drawn else ""
@@ -293,8 +293,8 @@ def _render_workers(report: JobReport) -> str:
         rows = [(ranks[row.pod], row.pod, row.node) for row in members.rows[:MAX_ROWS]]
         verb = "trained last" if report.view.ended else "trains"
         title = f"Who {verb} (generation {members.generation})"
-        left = len(members.rows) - len(rows)
-        more = f"<p class=soft>… and {left} more</p>" if left else ""
+        omitted = len(members.rows) - len(rows)
+        more = f"<p class=soft>… and {omitted} more</p>" if omitted else ""
         shown += f"<h2>{title}</h2>{render_table(('Ranks', 'Worker', 'Node'), rows)}{more}"
     return shown
 

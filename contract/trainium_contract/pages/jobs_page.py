@@ -86,13 +86,13 @@ def render_live_jobs(rows: Sequence[JobRow], now: float, *, where: str, root: st
         )
         for job in ordered[:MAX_JOBS]
     ]
-    left = len(ordered) - len(cells)
+    omitted = len(ordered) - len(cells)
     title = f"TrainingJobs in {where}"
     sections = (
         render_section("title", f"<h1>{escape(title)}</h1>"),
         render_section("as-of", f"<p class=soft>as of {format_utc(now)} UTC</p>"),
         render_section("jobs", render_table(head, cells) if cells else "<p>There are none.</p>"),
-        render_section("left", f"<p class=soft>… and {left} more: look at one namespace.</p>" if left else ""),
+        render_section("left", f"<p class=soft>… and {omitted} more: look at one namespace.</p>" if omitted else ""),
     )
     body = f"<p class=bad id=quiet hidden></p><main>{''.join(sections)}</main>"
     return render_document(title, body, script=LIVE_SCRIPT)

@@ -128,15 +128,15 @@ def compute_worker_requests(
     likely = range(1, 2 * shape.group * shape.unit_nodes + 1)
     sizes = islice(filter(shape.is_legal, likely), 2)
     estimates = [estimate_at_size(config, accelerator, shape, nodes) for nodes in sizes]
-    known = [estimate for estimate in estimates if estimate is not None]
+    reasons = [estimate for estimate in estimates if estimate is not None]
     if memory_size:
-        memory = max((estimate.host for estimate in known), default=processes * _GIB)
+        memory = max((estimate.host for estimate in reasons), default=processes * _GIB)
         return WorkerRequests(
             memory=min(memory, int(memory_size * _MAX_NODE_SHARE)),
             milli_cpu=min(1000 * (processes + 1), int(1000 * share.vcpus * _MAX_NODE_SHARE)),  # one for the agent
             shared_memory=int(memory_size * SHARED_MEMORY_SHARE),
         )
-    shared = max((estimate.shared_memory for estimate in known), default=None)
+    shared = max((estimate.shared_memory for estimate in reasons), default=None)
     return WorkerRequests(
         memory=processes * _MIN_PROCESS_BYTES,
         milli_cpu=processes * _MIN_PROCESS_MILLI_CPU,

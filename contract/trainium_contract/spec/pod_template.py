@@ -54,8 +54,8 @@ def describe_shape_error(template: dict[str, Any]) -> str:
 
 
 def _check_template(template: dict[str, Any]) -> dict[str, Any]:
-    if found := describe_shape_error(template):
-        raise ValueError(f"{found}; write it as in the template of a Deployment")
+    if mismatch := describe_shape_error(template):
+        raise ValueError(f"{mismatch}; write it as in the template of a Deployment")
     return template
 
 
@@ -63,18 +63,18 @@ PodTemplate = Annotated[dict[str, Any], AfterValidator(_check_template)]
 """A partial PodTemplateSpec."""
 
 
-def _find_mismatch(value: Any, shape: Any, where: str) -> str:
+def _find_mismatch(value: Any, shape: Any, place_prefix: str) -> str:
     wanted = shape if isinstance(shape, type) else type(shape)
     if not isinstance(value, wanted):
-        return f"{where} is {_name_of(value)} where {_NAMES[wanted]} belongs"
+        return f"{place_prefix} is {_name_of(value)} where {_NAMES[wanted]} belongs"
     if isinstance(value, list):
-        parts = ((f"{where}[{number}]", inner, shape[0]) for number, inner in enumerate(value))
+        parts = ((f"{place_prefix}[{number}]", inner, shape[0]) for number, inner in enumerate(value))
     elif isinstance(value, dict):
-        known = ((key, inner) for key, inner in value.items() if key in shape and inner is not None)
-        parts = ((f"{where}.{key}".removeprefix("."), inner, shape[key]) for key, inner in known)
+        checked_fields = ((key, inner) for key, inner in value.items() if key in shape and inner is not None)
+        parts = ((f"{place_prefix}.{key}".removeprefix("."), inner, shape[key]) for key, inner in checked_fields)
     else:
         return ""
-    return next((found for place, inner, part in parts if (found := _find_mismatch(inner, part, place))), "")
+    return next((mismatch for place, inner, part in parts if (mismatch := _find_mismatch(inner, part, place))), "")
 
 
 def _name_of(value: Any) -> str:

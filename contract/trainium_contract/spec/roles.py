@@ -97,7 +97,9 @@ class RoleSpec(ContractModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and (name := next((each for each in OTHER_NAMES if each in fields), "")):
+        if isinstance(fields, dict) and (
+            name := next((other_name for other_name in OTHER_NAMES if other_name in fields), "")
+        ):
             raise ValueError(f"role {fields.get('name', '')}: {OTHER_NAMES[name]}")
         return fields
 

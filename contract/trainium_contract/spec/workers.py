@@ -64,15 +64,15 @@ class AcceleratorSpec(ContractModel):
 
     def cores(self) -> int:
         """Training processes per node."""
-        known = self.instance()
-        return self.cores_per_node or (known.cores if known else 1)
+        instance = self.instance()
+        return self.cores_per_node or (instance.cores if instance else 1)
 
     def count_claimed_devices(self) -> int:
         """Return the devices that a worker claims; 0 without a claim, and if the spec gives no number."""
         if self.claim is None:
             return 0
-        known = self.instance()
-        return self.claim.count or (known.devices if known else 0)
+        instance = self.instance()
+        return self.claim.count or (instance.devices if instance else 0)
 
 
 class WorkerAcceleratorSpec(AcceleratorSpec):
@@ -90,8 +90,8 @@ class WorkerAcceleratorSpec(AcceleratorSpec):
         """Return the number of nodes that are placed, lost and replaced together; 1 by default."""
         if self.unit is Unit.NODE:
             return 1
-        known = self.instance()
-        return self.unit_nodes or max(known.ultra_server_nodes if known else (), default=1)
+        instance = self.instance()
+        return self.unit_nodes or max(instance.ultra_server_nodes if instance else (), default=1)
 
     def find_unit_label(self) -> str:
         """Return the label whose value the nodes of a unit share."""

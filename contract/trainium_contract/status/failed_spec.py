@@ -93,11 +93,11 @@ def _list_spec_fields(spec: Mapping[str, Any]) -> tuple[SpecField, ...]:
 def _iterate_leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield the path of each leaf with its JSON; a list of plain values is one leaf."""
     if isinstance(value, dict) and value:
-        for key, each in value.items():
-            yield from _iterate_leaves(f"{path}.{key}" if path else str(key), each)
+        for key, element in value.items():
+            yield from _iterate_leaves(f"{path}.{key}" if path else str(key), element)
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
-        for index, each in enumerate(value):
-            yield from _iterate_leaves(f"{path}[{index}]", each)
+        for index, element in enumerate(value):
+            yield from _iterate_leaves(f"{path}[{index}]", element)
     elif path:
         yield path, json.dumps(value, ensure_ascii=False, sort_keys=True)
 

@@ -249,6 +249,6 @@ def _find_status_time(metadata: Mapping[str, Any], status: StatusReader[PublicSt
         for entry in read_objects(metadata, "managedFields")
         if entry.get("subresource") == "status"
     ]
-    known = [stamp for stamp in stamps if stamp is not None]
+    stamps_known = [stamp for stamp in stamps if stamp is not None]
     accounted = status.read_part("goodput").read_number("accountedUntil")
-    return max([*known, *([accounted] if accounted is not None else [])], default=None)
+    return max([*stamps_known, *([accounted] if accounted is not None else [])], default=None)

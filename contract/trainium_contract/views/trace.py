@@ -87,8 +87,8 @@ def parse_trace(data: bytes) -> Trace:
         raise ValueError(f"it is not JSON ({error})") from error
     if not isinstance(content, dict) or not read_objects(content, "traceEvents"):
         raise ValueError("it has no traceEvents")
-    known = read_mapping(content, "trainium") or read_mapping(content, "distributedInfo")
-    return Trace(read_integer(known, "rank"), content)
+    metadata = read_mapping(content, "trainium") or read_mapping(content, "distributedInfo")
+    return Trace(read_integer(metadata, "rank"), content)
 
 
 def summarize_trace(trace: Trace) -> TraceSummary:

@@ -23,5 +23,5 @@ def format_nonfinite_ranks(ranks: Sequence[int], world_size: int) -> str:
 
 def parse_nonfinite_rank(message: str) -> int | None:
     """Return the first rank in a failure's message that the values are attributed to; None without one."""
-    found = _RANK_PATTERN.search(message)
-    return int(found.group(1)) if found else None
+    match = _RANK_PATTERN.search(message)
+    return int(match.group(1)) if match else None

@@ -193,14 +193,14 @@ def fill_cache(
     Raises OSError, and what `compile_graphs` raises.
     """
     home = shared or local
-    found = None if force else _find_compiled(key, local, shared)
-    if found is not None:
-        return found
+    hit = None if force else _find_compiled(key, local, shared)
+    if hit is not None:
+        return hit
     with hold_lease(home.lock_path(key), unless=lambda: not force and home.has(key)):
         # Another process may have compiled the key while this one waited.
-        found = None if force else _find_compiled(key, local, shared)
-        if found is not None:
-            return found
+        hit = None if force else _find_compiled(key, local, shared)
+        if hit is not None:
+            return hit
         compile_graphs()
         if shared is not None:
             shared.publish(key, local)

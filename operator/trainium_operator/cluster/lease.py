@@ -141,11 +141,11 @@ class LeaseElector:
         while True:
             await asyncio.sleep(pause)
             pause = self.times.retry_pause
-            left = self._renewed_at + self.times.renew_deadline - loop.time()
-            if left <= 0:
+            remaining = self._renewed_at + self.times.renew_deadline - loop.time()
+            if remaining <= 0:
                 self._lose(f"could not renew the lease for {self.times.renew_deadline:g} s")
             try:
-                async with asyncio.timeout(min(left, self.times.renew_timeout)):
+                async with asyncio.timeout(min(remaining, self.times.renew_timeout)):
                     await self._renew()
                 pause = self.times.retry
             except LeaseLostError:

@@ -238,12 +238,12 @@ class Releases:
         """Return the entries with this release's, renewed; a new one, or one of other namespaces, is the last."""
         renewed = format_micro_time(self.wall_clock())
         own = Registration(self.release, self.namespaces, renewed, self.times.duration, self.taints_nodes)
-        known = next((entry for entry in entries if entry.release == self.release), None)
-        if known is None and self._renewed_at is not None and not self._refusal:
+        registered = next((entry for entry in entries if entry.release == self.release), None)
+        if registered is None and self._renewed_at is not None and not self._refusal:
             raise LeaseLostError(f"the registration in lease {NAMESPACE}/{NAME} was removed")
-        if known is not None and known.namespaces == own.namespaces:
-            return tuple(own if entry is known else entry for entry in entries)
-        return (*(entry for entry in entries if entry is not known), own)
+        if registered is not None and registered.namespaces == own.namespaces:
+            return tuple(own if entry is registered else entry for entry in entries)
+        return (*(entry for entry in entries if entry is not registered), own)
 
     def _record(self, entries: tuple[Registration, ...]) -> None:
         before, self._entries = self._list_blockers(), entries

@@ -58,8 +58,8 @@ def _describe_error(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"the message is not valid: {where or 'body'}: {first['msg']}"[:1024]
+    path = ".".join(str(part) for part in first["loc"])
+    return f"the message is not valid: {path or 'body'}: {first['msg']}"[:1024]
 
 
 def read_message(model: type[_M], body: bytes) -> _M:
@@ -86,11 +86,11 @@ def read_message(model: type[_M], body: bytes) -> _M:
 def _find_places_to_leave_out(error: ValidationError, left_out: set[_Place]) -> set[_Place]:
     """Return the parts to leave out; none when anything else is invalid."""
     places = set()
-    for each in error.errors(include_url=False, include_input=False):
-        place = each["loc"]
-        if each["type"] == "missing" and place in left_out and len(place) > 1:
+    for detail in error.errors(include_url=False, include_input=False):
+        place = detail["loc"]
+        if detail["type"] == "missing" and place in left_out and len(place) > 1:
             places.add(place[:-1])  # it is required, so the part that contains it is left out
-        elif each["type"] == "enum":
+        elif detail["type"] == "enum":
             places.add(find_optional_part(place))
         else:
             return set()

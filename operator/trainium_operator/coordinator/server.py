@@ -107,9 +107,11 @@ class CoordinatorServer:
         try:
             return await handler(request)
         except Exception as error:
-            found = find_message_error(error)
-            if found is not None:
-                return _build_error_response(found.status, found.sentence, generation=found.generation)
+            message_error = find_message_error(error)
+            if message_error is not None:
+                return _build_error_response(
+                    message_error.status, message_error.sentence, generation=message_error.generation
+                )
             refusal = build_error_response(error)
             if refusal is None:
                 logger.exception("answering %s failed", request.path)

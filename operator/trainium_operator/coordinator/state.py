@@ -212,19 +212,19 @@ class CoordinatorState:
         """Apply a registration; return whether anything in it is new."""
         now = self._wall_clock()
         job = self._get_or_create_job(job_id)
-        known = job.agents.get(request.pod_uid)
-        if known is None:
+        agent = job.agents.get(request.pod_uid)
+        if agent is None:
             view = AgentView(registration=request, last_seen=now, first_seen=now)
             job.agents[request.pod_uid] = _Agent(view)
             return True
-        changed = known.view.registration != request
-        known.view = replace(known.view, registration=request, last_seen=now, refused_at=None)
+        changed = agent.view.registration != request
+        agent.view = replace(agent.view, registration=request, last_seen=now, refused_at=None)
         return changed
 
     def find_newly_silent(self) -> set[tuple[str, str]]:
         """Return the jobs (namespace and name) with a member that fell silent since the last call."""
         now = self._wall_clock()
-        found = set()
+        job_keys = set()
         for job in self._jobs.values():
             for pod_uid in job.members:
                 agent = job.agents.get(pod_uid)
@@ -232,14 +232,14 @@ class CoordinatorState:
                     continue
                 silent = now - agent.view.last_seen >= SILENCE_REPORTED_SECONDS
                 if silent and not agent.silence_reported:
-                    found.add((_rebuild_registration(agent).namespace, _rebuild_registration(agent).job))
+                    job_keys.add((_rebuild_registration(agent).namespace, _rebuild_registration(agent).job))
                 agent.silence_reported = silent
-        return found
+        return job_keys
 
     def probe_targets(self) -> list[ProbeTarget]:
         """Return the members to probe: once while they send messages, and whenever they are silent."""
         now = self._wall_clock()
-        found = []
+        targets = []
         for job_id, job in self._jobs.items():
             for member in job.membership.members if job.membership is not None else ():
                 agent = job.agents.get(member.pod_uid)
@@ -249,7 +249,7 @@ class CoordinatorState:
                 unknown = not agent.reachable and not silent and now >= agent.probe_failed_at + _PROBE_AGAIN_SECONDS
                 if unknown or (silent and agent.reachable):
                     request = _rebuild_registration(agent)
-                    found.append(
+                    targets.append(
                         ProbeTarget(
                             job_id=job_id,
                             pod_uid=member.pod_uid,
@@ -261,7 +261,7 @@ class CoordinatorState:
                             last_seen=agent.view.last_seen,
                         )
                     )
-        return found
+        return targets
 
     def record_port_open(self, target: ProbeTarget) -> None:
         """Record that the agent's port accepts connections."""

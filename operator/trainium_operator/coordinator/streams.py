@@ -154,14 +154,16 @@ class Stream(asyncio.Protocol):
         return 200
 
     def _refuse(self, error: Exception) -> int:
-        found = find_message_error(error)
+        message_error = find_message_error(error)
         if isinstance(error, FutureGenerationError):
             logger.warning("refused %s: %s", self.caller.pod_name, error)
-        if found is not None and found.status == 409:
-            self._send_error(found.status, found.sentence, found.generation)
-            return found.status
-        status, sentence = (found.status, found.sentence) if found is not None else (403, str(error))
-        if found is None and not isinstance(error, ForbiddenError):
+        if message_error is not None and message_error.status == 409:
+            self._send_error(message_error.status, message_error.sentence, message_error.generation)
+            return message_error.status
+        status, sentence = (
+            (message_error.status, message_error.sentence) if message_error is not None else (403, str(error))
+        )
+        if message_error is None and not isinstance(error, ForbiddenError):
             logger.error("answering a stream failed", exc_info=error)
             status, sentence = 500, "defect in the coordinator; its log has the details"
         self.end(status, sentence)
@@ -220,10 +222,10 @@ class Stream(asyncio.Protocol):
         if transport.get_write_buffer_size() > MAX_UNSENT:
             transport.abort()
             return 0
-        whole = encode_frame(kind, payload)
-        starts = range(0, len(whole), PIECE)
+        frame = encode_frame(kind, payload)
+        starts = range(0, len(frame), PIECE)
         for at in starts:
-            transport.write(whole[at : at + PIECE])
+            transport.write(frame[at : at + PIECE])
         return len(starts)
 
 

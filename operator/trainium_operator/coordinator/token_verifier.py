@@ -120,10 +120,10 @@ class TokenVerifier:
         )
 
 
-def _parse_keys(found: dict[str, Any]) -> dict[str, jwt.PyJWK]:
+def _parse_keys(key_set: dict[str, Any]) -> dict[str, jwt.PyJWK]:
     """Return the usable keys by id. Raises KeysUnavailableError if there is none."""
     with contextlib.suppress(jwt.PyJWTError):
-        keys = {key.key_id: key for key in jwt.PyJWKSet.from_dict(found) if key.algorithm_name in ALGORITHMS}
+        keys = {key.key_id: key for key in jwt.PyJWKSet.from_dict(key_set) if key.algorithm_name in ALGORITHMS}
         if usable := {name: key for name, key in keys.items() if name}:
             return usable
     raise KeysUnavailableError("the API server publishes no usable key of ServiceAccount tokens")

@@ -136,11 +136,11 @@ class Access:
 
     async def _review_token(self, token: str) -> User | None:
         status = await self._tokens({"token": token})
-        found = status.get("user") or {}
-        name = found.get("username")
+        user = status.get("user") or {}
+        name = user.get("username")
         if status.get("authenticated") is not True or not name:
             return None
-        return User(name, {"user": name, **{key: found[key] for key in ("uid", "groups", "extra") if found.get(key)}})
+        return User(name, {"user": name, **{key: user[key] for key in ("uid", "groups", "extra") if user.get(key)}})
 
     async def _review_access(self, spec: dict[str, Any]) -> bool | None:
         status = await self._rights(spec)

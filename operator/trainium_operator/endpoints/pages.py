@@ -105,7 +105,7 @@ class Pages:
         return await self._answer(request, (namespace,), partial(render_live_jobs, rows, now, where=where, root=ROOT))
 
     async def _serve_job(self, request: web.Request) -> web.StreamResponse:
-        namespace, name = (_validate_name(request.match_info[each]) for each in ("namespace", "name"))
+        namespace, name = (_validate_name(request.match_info[variable]) for variable in ("namespace", "name"))
         may = await self._admit(request, ObjectAttributes(PLURAL, namespace, name, group=GROUP))
         needs = {
             "workers": ObjectAttributes("pods", namespace),

@@ -87,10 +87,10 @@ class CertificateFolder:
     async def refresh(self) -> None:
         """Load the pair in the folder if it is a new and valid one; the bounded read runs in a thread."""
         try:
-            found = await asyncio.to_thread(_read, self._folder)
-            if found == self._held:
+            pair = await asyncio.to_thread(_read, self._folder)
+            if pair == self._held:
                 return
-            self.tls.load(*found)
+            self.tls.load(*pair)
         except (OSError, UnusableCertificateError) as error:
             problem = f"{self._folder}: {error}; a pair tls.crt and tls.key is needed there"
             if problem != self._warned:
@@ -98,7 +98,7 @@ class CertificateFolder:
             self._warned = problem
             return
         logger.info("serving with the certificate in %s", self._folder)
-        self._held, self._warned = found, ""
+        self._held, self._warned = pair, ""
 
 
 def _read(folder: Path) -> tuple[bytes, bytes]:

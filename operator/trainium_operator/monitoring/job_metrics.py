@@ -94,9 +94,9 @@ class JobMetrics:
         """Count an executed plan for `job`, whose observed status is the old one."""
         old = job.status
         self._seen[job.uid] = (job, status)
-        before = {get_identity(each): each for each in old.history}
-        for each in status.history:
-            self._record_interruption(before.get(get_identity(each)), each)
+        before = {get_identity(interruption): interruption for interruption in old.history}
+        for interruption in status.history:
+            self._record_interruption(before.get(get_identity(interruption)), interruption)
         for kind in _ENDS:
             if is_true(status, kind) and not is_true(old, kind):
                 self._finished.labels(kind.value).inc()
@@ -115,15 +115,19 @@ class JobMetrics:
         statuses = [status for _, status in self._seen.values()]
         self._set_gauge(self._jobs, [(status.phase.value, 1) for status in statuses])
         ledgers = [status.goodput for status in statuses]
-        self._wall.set(sum(each.wall_seconds for each in ledgers))
-        self._productive.set(sum(each.productive_seconds for each in ledgers))
-        self._nodes.set(sum(each.node_seconds for each in ledgers))
-        self._set_gauge(self._lost, [item for each in ledgers for item in each.lost_seconds.items()])
-        self._set_gauge(self._stage, [item for each in ledgers for item in each.stage_seconds.items()])
-        self._set_gauge(self._lost_stage, [item for each in ledgers for item in each.lost_by_stage.items()])
-        running = [each for each in statuses if each.phase is Phase.RUNNING and each.goodput.wall_seconds > 0]
+        self._wall.set(sum(ledger.wall_seconds for ledger in ledgers))
+        self._productive.set(sum(ledger.productive_seconds for ledger in ledgers))
+        self._nodes.set(sum(ledger.node_seconds for ledger in ledgers))
+        self._set_gauge(self._lost, [item for ledger in ledgers for item in ledger.lost_seconds.items()])
+        self._set_gauge(self._stage, [item for ledger in ledgers for item in ledger.stage_seconds.items()])
+        self._set_gauge(self._lost_stage, [item for ledger in ledgers for item in ledger.lost_by_stage.items()])
+        running = [
+            job_status
+            for job_status in statuses
+            if job_status.phase is Phase.RUNNING and job_status.goodput.wall_seconds > 0
+        ]
         for measure, name in MEASURES.items():
-            ratios = (getattr(each.goodput, name) for each in running)
+            ratios = (getattr(job_status.goodput, name) for job_status in running)
             self._goodput.labels(measure).set(min((ratio for ratio in ratios if ratio is not None), default=1.0))
         self._durable_age.set(max(self._set_ages(running), default=0.0))
         self._set_gauge(

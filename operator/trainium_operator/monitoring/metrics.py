@@ -93,8 +93,8 @@ class Metrics:
 
     def record_message(self, kind: str, status: int) -> None:
         """Count an answered message of an agent."""
-        known = kind if kind in ("register", "heartbeat", "membership", "stream") else "other"
-        self._messages.labels(known, str(status)).inc()
+        label = kind if kind in ("register", "heartbeat", "membership", "stream") else "other"
+        self._messages.labels(label, str(status)).inc()
 
     def record_read(self, path: str, status: int) -> None:
         """Count an answered request of a reader."""
@@ -115,27 +115,27 @@ class Metrics:
 
     def set_nodes(self, nodes: Iterable[NodeView]) -> None:
         """Set the problems that nodes report, by kind of source (condition, taint, ...), not by its name."""
-        found = Counts(
+        counts = Counts(
             (problem.source.partition(" ")[0], problem.severity)
             for node in nodes
             for problem in find_node_problems(node)
         )
-        self._reported |= found.keys()
+        self._reported |= counts.keys()
         for source, severity in self._reported:
-            self._problems.labels(source, severity.name.capitalize()).set(found[source, severity])
+            self._problems.labels(source, severity.name.capitalize()).set(counts[source, severity])
 
     def record_heartbeat_change(self, before: HeartbeatRequest, now: HeartbeatRequest) -> None:
         """Count the checks and the hangs that are new in a heartbeat, each once.
 
         The first heartbeat of an agent in this process is not counted, so a change of the leader counts nothing twice.
         """
-        known = {each.check for each in before.checks}
-        for each in now.checks:
-            if each.check not in known:
-                self._checks.labels(each.check.value).observe(max(0.0, each.seconds))
-                if not each.passed:
-                    self._refused.labels(each.check.value).inc()
-        still = {each.rank for each in before.stuck}
+        checked = {check.check for check in before.checks}
+        for check in now.checks:
+            if check.check not in checked:
+                self._checks.labels(check.check.value).observe(max(0.0, check.seconds))
+                if not check.passed:
+                    self._refused.labels(check.check.value).inc()
+        still = {stuck_rank.rank for stuck_rank in before.stuck}
         for rank in now.stuck:
             if rank.rank not in still:
                 self._hangs.labels(rank.phase.value).inc()

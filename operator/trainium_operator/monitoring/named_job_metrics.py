@@ -92,7 +92,7 @@ class Families:
     def add(self, job: JobView, status: PublicStatus, now: float) -> None:
         """Add one job's figures."""
         name = (job.namespace, job.name)
-        holds = {each.type: each.status for each in status.conditions}
+        holds = {condition.type: condition.status for condition in status.conditions}
         self.phase.add_metric([*name, status.phase.value], 1)
         self.stalled.add_metric(name, holds.get(ConditionType.STALLED) is ConditionStatus.TRUE)
         self.storage.add_metric(name, holds.get(ConditionType.CHECKPOINT_HEALTHY) is not ConditionStatus.FALSE)
@@ -117,7 +117,9 @@ class Families:
                     self.goodput.add_metric([*name, measure], ratio)
         for cause, seconds in status.goodput.lost_seconds.items():
             self.lost.add_metric([*name, cause], seconds)
-        for figure in next((each.figures for each in reversed(status.evaluations) if each.figures), ()):
+        for figure in next(
+            (evaluation.figures for evaluation in reversed(status.evaluations) if evaluation.figures), ()
+        ):
             if figure.after is not None:
                 self.evaluation.add_metric([*name, figure.name], figure.after)
         for state, count in count_by_state(job, status):

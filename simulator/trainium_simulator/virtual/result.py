@@ -81,5 +81,5 @@ class SimulationResult:
         return min((work_seconds / DAY for work_seconds in self.work_seconds_by_day), default=1.0)
 
 
-def _divide(part: float, whole: float) -> float:
-    return min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0
+def _divide(part: float, total: float) -> float:
+    return min(1.0, max(0.0, part / total)) if total > 0 else 0.0

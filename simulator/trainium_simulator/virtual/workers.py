@@ -182,7 +182,7 @@ class WorkerPods:
         free = [
             slot for slot in self._nodes.slots if slot.number not in used and slot.has_power and slot.is_schedulable
         ]
-        for pod in sorted(pending, key=lambda each: each.view.extra):
+        for pod in sorted(pending, key=lambda pending_pod: pending_pod.view.extra):
             avoided_nodes = pod.view.avoided_nodes
             candidates = [slot for slot in free if slot.name not in avoided_nodes] if avoided_nodes else free
             if not candidates:
@@ -193,7 +193,7 @@ class WorkerPods:
                         self._preempt_for(pod)
                 continue
             avoided = pod.avoided
-            slot = min(candidates, key=lambda each: each.name in avoided) if avoided else candidates[0]
+            slot = min(candidates, key=lambda candidate: candidate.name in avoided) if avoided else candidates[0]
             free.remove(slot)
             self._used_slots.add(slot.number)
             pod.slot = slot
@@ -285,7 +285,7 @@ class WorkerPods:
 
     def delete_pods_of_node(self, slot: Slot, node: str) -> None:
         """Remove the pods of a node object that was deleted, as the garbage collector does."""
-        for pod in [each for each in self.pods.values() if each.view.node == node]:
+        for pod in [bound for bound in self.pods.values() if bound.view.node == node]:
             self._remove_pod(pod)
         self._used_slots.discard(slot.number)
         self._on_change()

@@ -75,7 +75,7 @@ class Caches:
         Raises ApiError.
         """
         records = (self.jobs, self.config_maps)
-        others = tuple(each for each in self.list_reflectors() if each not in records)
+        others = tuple(reflector for reflector in self.list_reflectors() if reflector not in records)
         await asyncio.gather(*(lister.refresh(since) for lister in (records if records_only else (*records, *others))))
         if not records_only:
             await self.other_pods.refresh(since)

@@ -79,7 +79,7 @@ def slice_view(raw: Json) -> SliceView:
         node=node,
         pool=name,
         generation=as_integer(pool.get("generation")) or 0,
-        devices={intern(as_text(each.get("name"))): _parse_taints(name, each) for each in devices},
+        devices={intern(as_text(device.get("name"))): _parse_taints(name, device) for device in devices},
     )
 
 
@@ -90,15 +90,15 @@ def claim_view(raw: Json) -> ClaimView:
     results = as_mappings(as_mapping(allocation.get("devices")).get("results"))[:MAX_DEVICES]
     return ClaimView(
         pods=tuple(
-            as_text(each.get("uid"))
-            for each in as_mappings(status.get("reservedFor"))[:MAX_PODS]
-            if each.get("resource") == "pods"
+            as_text(consumer.get("uid"))
+            for consumer in as_mappings(status.get("reservedFor"))[:MAX_PODS]
+            if consumer.get("resource") == "pods"
         ),
         # Requests with administrator access hold no device.
         held=tuple(
-            (intern(as_text(each.get("pool"))), intern(as_text(each.get("device"))))
-            for each in results
-            if each.get("driver") == DRIVER and each.get("adminAccess") is not True
+            (intern(as_text(result.get("pool"))), intern(as_text(result.get("device"))))
+            for result in results
+            if result.get("driver") == DRIVER and result.get("adminAccess") is not True
         ),
     )
 
@@ -106,7 +106,7 @@ def claim_view(raw: Json) -> ClaimView:
 def read_claim_template(raw: Json) -> str:
     """Return the template by which a worker pod claims its devices; empty without a claim."""
     claims = as_mappings(as_mapping(raw.get("spec")).get("resourceClaims"))
-    return next((as_text(each.get("resourceClaimTemplateName")) for each in claims if each.get("name") == CLAIM), "")
+    return next((as_text(claim.get("resourceClaimTemplateName")) for claim in claims if claim.get("name") == CLAIM), "")
 
 
 def read_device_health(raw: Json) -> tuple[str, str] | None:
@@ -130,10 +130,10 @@ def _parse_taints(pool: str, device: Json) -> tuple[DeviceTaint, ...]:
     return tuple(
         DeviceTaint(
             device=f"{pool}/{as_text(device.get('name'))}"[:MAX_TEXT_CHARACTERS],
-            key=intern(as_text(each.get("key"))[:MAX_TEXT_CHARACTERS]),
-            effect=intern(as_text(each.get("effect"))[:MAX_TEXT_CHARACTERS]),
-            value=as_text(each.get("value"))[:MAX_TEXT_CHARACTERS],
-            since=parse_rfc3339(each.get("timeAdded")),
+            key=intern(as_text(taint.get("key"))[:MAX_TEXT_CHARACTERS]),
+            effect=intern(as_text(taint.get("effect"))[:MAX_TEXT_CHARACTERS]),
+            value=as_text(taint.get("value"))[:MAX_TEXT_CHARACTERS],
+            since=parse_rfc3339(taint.get("timeAdded")),
         )
-        for each in as_mappings(device.get("taints"))[:MAX_TAINTS]
+        for taint in as_mappings(device.get("taints"))[:MAX_TAINTS]
     )

@@ -43,20 +43,22 @@ _SOURCES: tuple[tuple[GangApi, str, tuple[str, ...], str], ...] = (
 async def discover_gang_apis(api: Api) -> dict[GangApi, str]:
     """Return the gang APIs that are served, each with its `apiVersion`. Raises ApiError."""
     groups = {group["name"]: group for group in (await api.read("/apis")).get("groups") or ()}
-    found: dict[GangApi, str] = {}
+    served_kinds: dict[GangApi, str] = {}
     for gang, name, known, kind in _SOURCES:
-        served = {each["version"] for each in (groups.get(name) or {}).get("versions") or ()}
+        served = {entry["version"] for entry in (groups.get(name) or {}).get("versions") or ()}
         for version in known:
             if version in served and kind in await _list_kinds(api, f"/apis/{name}/{version}"):
-                found[gang] = f"{name}/{version}"
+                served_kinds[gang] = f"{name}/{version}"
                 break
-    return found
+    return served_kinds
 
 
 async def serves(api: Api, resource: Resource) -> bool:
     """Return whether the kind is served in a known version. Raises ApiError."""
     groups = (await api.read("/apis")).get("groups") or ()
-    served = {each["version"] for group in groups if group["name"] == resource.group for each in group["versions"]}
+    served = {
+        version["version"] for group in groups if group["name"] == resource.group for version in group["versions"]
+    }
     if resource.version not in served:
         return False
     return resource.kind in await _list_kinds(api, f"/apis/{resource.api_version}")
@@ -81,7 +83,11 @@ async def _list_kinds(api: Api, path: str) -> set[str]:
         resources = (await api.read(path)).get("resources") or ()
     except NotFoundError:
         return set()
-    return {each["kind"] for each in resources if "create" in (each.get("verbs") or ()) and "/" not in each["name"]}
+    return {
+        resource["kind"]
+        for resource in resources
+        if "create" in (resource.get("verbs") or ()) and "/" not in resource["name"]
+    }
 
 
 class Discovery:
@@ -113,22 +119,22 @@ class Discovery:
         """Refresh once; a result that could not be read stays as it was."""
         try:
             cluster = self.cluster or await read_cluster_uid(self._api)
-            found, kueue = await discover_gang_apis(self._api), await serves(self._api, WORKLOADS)
+            gang_apis, kueue = await discover_gang_apis(self._api), await serves(self._api, WORKLOADS)
             claims = await serves(self._api, TEMPLATES)
         except ForbiddenError as error:
             logger.warning("API discovery is forbidden, so no gang API is used: %s", error)
-            cluster, found, kueue, claims = self.cluster, {}, False, False
+            cluster, gang_apis, kueue, claims = self.cluster, {}, False, False
         except ApiError as error:
             logger.warning("API discovery: %s", error)
             return
         self.known.set()
         before = (self.gang_apis, self.cluster, self.kueue, self.claims)
-        changed = (found, cluster, kueue, claims) != before
-        if found != self.gang_apis:
-            logger.info("gang APIs: %s", ", ".join(sorted(found.values())) or "none")
+        changed = (gang_apis, cluster, kueue, claims) != before
+        if gang_apis != self.gang_apis:
+            logger.info("gang APIs: %s", ", ".join(sorted(gang_apis.values())) or "none")
         if kueue != self.kueue:
             logger.info("Kueue is %s", "served" if kueue else "not served any more")
-        self.gang_apis, self.cluster, self.kueue, self.claims = found, cluster, kueue, claims
+        self.gang_apis, self.cluster, self.kueue, self.claims = gang_apis, cluster, kueue, claims
         if changed:
             self._on_change()
 

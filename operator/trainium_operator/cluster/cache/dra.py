@@ -88,7 +88,7 @@ class Dra:
         taints = ((pod.uid, self.inventory.find_taints(pod.uid)) for pod in pods)
         return DevicesView(
             templates={name: uid for (_, name), uid in owned.items()},
-            taints={uid: found for uid, found in taints if found},
+            taints={uid: pool_taints for uid, pool_taints in taints if pool_taints},
             free_nodes=tuple(name for name in nodes if self.inventory.free_on(name) >= max(1, count)),
             nodes=len(nodes),
         )

@@ -100,22 +100,22 @@ class Kueue:
         """Return a job's quota; None when Kueue is not available or the job has no queue."""
         owned = self.workloads.store.list_owned_by(job.id).values()
         listed = self._namespaces.is_open(job.namespace) and self.workloads.is_listed_since(job.namespace, self._since)
-        known = self.offered.state is ApiState.READY and listed  # a missing list is not an empty list
-        if not known or not (owned or job.spec.scheduling.queue_name):
+        is_complete = self.offered.state is ApiState.READY and listed  # a missing list is not an empty list
+        if not is_complete or not (owned or job.spec.scheduling.queue_name):
             return None
-        workloads = sorted(owned, key=lambda each: (each.part, each.name))
-        named = {flavor for each in workloads for grant in each.grants for flavor in grant.flavors}
-        found = ((name, self.flavors.store.get(("", name))) for name in named)
+        workloads = sorted(owned, key=lambda workload: (workload.part, workload.name))
+        named = {flavor for workload in workloads for grant in workload.grants for flavor in grant.flavors}
+        flavors = ((name, self.flavors.store.get(("", name))) for name in named)
         return QuotaView(
             workloads=tuple(workloads),
-            flavors={name: flavor for name, flavor in found if flavor is not None},
+            flavors={name: flavor for name, flavor in flavors if flavor is not None},
             priority=self._find_priority(job.spec.scheduling.priority_class_name),
         )
 
     def _find_priority(self, name: str) -> int | None:
         if name:
-            found = self.priorities.store.get(("", name))
-            return None if found is None else found[0]
+            priority_entry = self.priorities.store.get(("", name))
+            return None if priority_entry is None else priority_entry[0]
         defaults = (entry.view for entry in self.priorities.store.snapshot().values())
         return next((value for value, default in defaults if default), 0)
 

@@ -33,15 +33,15 @@ def parse_workload(raw: Json) -> quota.WorkloadView:
         version=metadata["resourceVersion"],
         part=int(annotations[names.ANNOTATION_PART]),
         requested_pods={
-            as_text(each.get("name")): _count(each, default=1) for each in as_mappings(spec.get("podSets"))
+            as_text(pod_set.get("name")): _count(pod_set, default=1) for pod_set in as_mappings(spec.get("podSets"))
         },
         content_hash=as_text(annotations.get(names.ANNOTATION_CONTENT_HASH)),
         active=spec.get("active") is not False,
         deleting="deletionTimestamp" in metadata,
         conditions=tuple(
-            _parse_condition(each)
-            for each in as_mappings(status.get("conditions"))
-            if as_text(each.get("type")) in _KNOWN
+            _parse_condition(condition)
+            for condition in as_mappings(status.get("conditions"))
+            if as_text(condition.get("type")) in _KNOWN
         ),
         grants=tuple(map(_grant, grants)),
         updates=_merge_updates(as_mappings(status.get("admissionChecks"))),
@@ -64,18 +64,18 @@ def parse_priority_class(raw: Json) -> tuple[int, bool]:
 
 def set_conditions(old: Iterable[Json], conditions: Iterable[quota.WorkloadConditionView], now: str) -> list[Json]:
     """Return the conditions with these set; a transition time changes only with the status. `now` is RFC 3339."""
-    found = {each["type"]: each for each in old}
-    for each in conditions:
-        status = "True" if each.is_true else "False"
-        before = found.get(each.type.value, {})
-        found[each.type.value] = {
-            "type": each.type.value,
+    by_type = {condition["type"]: condition for condition in old}
+    for condition in conditions:
+        status = "True" if condition.is_true else "False"
+        before = by_type.get(condition.type.value, {})
+        by_type[condition.type.value] = {
+            "type": condition.type.value,
             "status": status,
-            "reason": each.reason or each.type.value,
-            "message": each.message[:MAX_MESSAGE_CHARACTERS],
+            "reason": condition.reason or condition.type.value,
+            "message": condition.message[:MAX_MESSAGE_CHARACTERS],
             "lastTransitionTime": before["lastTransitionTime"] if before.get("status") == status else now,
         }
-    return list(found.values())
+    return list(by_type.values())
 
 
 def _parse_condition(raw: Json) -> quota.WorkloadConditionView:
@@ -93,22 +93,25 @@ def _grant(raw: Json) -> quota.PodSetGrant:
 
 
 def _count(raw: Json, *, default: int) -> int:
-    found = as_integer(raw.get("count"))
-    return default if found is None else found
+    count = as_integer(raw.get("count"))
+    return default if count is None else count
 
 
 def _merge_updates(checks: Iterable[Json]) -> dict[str, quota.Placement]:
     """Return one update for each pod set from all ready checks; Kueue rejects contradictory ones."""
     found: dict[str, quota.Placement] = {}
     for check in checks:
-        for each in as_mappings(check.get("podSetUpdates")) if check.get("state") == "Ready" else ():
-            name = as_text(each.get("name"))
+        for pod_set_update in as_mappings(check.get("podSetUpdates")) if check.get("state") == "Ready" else ():
+            name = as_text(pod_set_update.get("name"))
             before = found.get(name, quota.Placement())
             found[name] = quota.Placement(
-                labels={**before.labels, **as_texts(each.get("labels"))},
-                annotations={**before.annotations, **as_texts(each.get("annotations"))},
-                node_selector={**before.node_selector, **as_texts(each.get("nodeSelector"))},
-                tolerations=(*before.tolerations, *map(_parse_toleration, as_mappings(each.get("tolerations")))),
+                labels={**before.labels, **as_texts(pod_set_update.get("labels"))},
+                annotations={**before.annotations, **as_texts(pod_set_update.get("annotations"))},
+                node_selector={**before.node_selector, **as_texts(pod_set_update.get("nodeSelector"))},
+                tolerations=(
+                    *before.tolerations,
+                    *map(_parse_toleration, as_mappings(pod_set_update.get("tolerations"))),
+                ),
             )
     return found
 

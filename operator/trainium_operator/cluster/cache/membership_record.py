@@ -37,10 +37,10 @@ class MembershipRecord:
         """Return the recorded membership; None when it cannot be parsed."""
         try:
             text = unpack_membership(self.to_config_map_data())
-            found = None if _is_crowded(text) else Membership.model_validate_json(text).share_fields_set()
+            membership = None if _is_crowded(text) else Membership.model_validate_json(text).share_fields_set()
         except ValueError:
             return None
-        return found if found is not None and found.generation <= MAX_GENERATION else None
+        return membership if membership is not None and membership.generation <= MAX_GENERATION else None
 
     def set_parsed(self, membership: Membership) -> None:
         """Set the membership that was just written, so that it is not parsed again or kept twice."""

@@ -29,7 +29,7 @@ class OptionalApi:
             return ApiState.OFF
         if not self._served.is_set():
             return ApiState.ABSENT
-        return ApiState.READY if all(each.synced.is_set() for each in self._reflectors) else ApiState.READING
+        return ApiState.READY if all(reflector.synced.is_set() for reflector in self._reflectors) else ApiState.READING
 
     def set_served(self, served: bool) -> None:
         """Record whether discovery found the API."""

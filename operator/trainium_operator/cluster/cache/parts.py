@@ -18,7 +18,7 @@ def as_mapping(value: Any) -> Json:
 
 def as_mappings(value: Any) -> list[Json]:
     """Return the objects in a list."""
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 def as_text(value: Any) -> str:

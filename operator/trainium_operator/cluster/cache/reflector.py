@@ -165,7 +165,7 @@ class Lister(Generic[V]):
 
     def _mark_known(self, scope: _Scope) -> None:
         scope.known = True
-        if all(each.known for each in self._scopes):
+        if all(listed_scope.known for listed_scope in self._scopes):
             self.synced.set()
 
     async def _list(self, scope: _Scope) -> str:
@@ -220,17 +220,17 @@ class Lister(Generic[V]):
 
     def track_stray(self, key: Key, raw: Json | None) -> None:
         """Update whether the object is a stray pod; None: it is gone."""
-        known = self.strays.get(key)
+        stored = self.strays.get(key)
         stray = None if raw is None or self._find_stray is None else self._find_stray(raw)
-        if stray == known or (known is None and len(self.strays) >= MAX_STRAYS):
+        if stray == stored or (stored is None and len(self.strays) >= MAX_STRAYS):
             return
         if stray is None:
             del self.strays[key]
         else:
             self.strays[key] = stray
-        for each in filter(None, (known, stray)):
+        for previous in filter(None, (stored, stray)):
             for listener in self._stray_listeners:
-                listener((key[0], each.job))
+                listener((key[0], previous.job))
 
     def _add_page(self, page: Json, entries: dict[Key, Entry[V]], strays: set[Key]) -> None:
         for raw in page.get("items") or ():
@@ -238,10 +238,10 @@ class Lister(Generic[V]):
             self.track_stray(key, raw)
             if key in self.strays:
                 strays.add(key)
-            known = self.store.get_entry(key)
+            stored = self.store.get_entry(key)
             # A version identifies one state of one object, so it need not be parsed again.
-            same = known is not None and known.version == version
-            entry = known if same else self._parse_entry(raw)
+            same = stored is not None and stored.version == version
+            entry = stored if same else self._parse_entry(raw)
             if entry is not None:
                 entries[key] = entry
 

@@ -121,8 +121,8 @@ def parse_job(raw: Json) -> JobRecord:
         )
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return JobRecord(*identity, None, f"{where}: {first['msg']}")
+        path = ".".join(str(part) for part in first["loc"])
+        return JobRecord(*identity, None, f"{path}: {first['msg']}")
     if unknown and view.status.next_pod_ordinal == 0:
         return JobRecord(*identity, None, f"{', '.join(unknown[:3])}: not known to this version of the operator")
     return JobRecord(*identity, view)
@@ -170,18 +170,27 @@ def parse_other_pod(raw: Json) -> observed.PodView:
     if ordinal is None:
         raise ValueError(f"pod {metadata['name']} has the labels of role {role}, but no name of its pods")
     containers = as_mappings(as_mapping(raw.get("spec")).get("containers"))
-    serving = next((as_text(each.get("name")) for each in containers), "")
+    serving = next((as_text(container.get("name")) for container in containers), "")
     return replace(_parse_pod(raw, ordinal, container=serving), role=role)
 
 
 def _parse_pod(raw: Json, ordinal: int, *, container: str = WORKER_CONTAINER) -> observed.PodView:
     metadata, spec, status = raw["metadata"], as_mapping(raw.get("spec")), as_mapping(raw.get("status"))
     labels, annotations = as_mapping(metadata.get("labels")), as_mapping(metadata.get("annotations"))
-    conditions = {as_text(each.get("type")): each for each in _list_items(status.get("conditions"), "condition")}
+    conditions = {
+        as_text(condition.get("type")): condition for condition in _list_items(status.get("conditions"), "condition")
+    }
     scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
     statuses = _list_items(status.get("containerStatuses"), "container status")
-    worker = next((as_mapping(each.get("state")) for each in statuses if each.get("name") == container), {})
+    worker = next(
+        (
+            as_mapping(container_status.get("state"))
+            for container_status in statuses
+            if container_status.get("name") == container
+        ),
+        {},
+    )
     terminated = as_mapping(worker.get("terminated"))
     init = InitState() if worker.get("running") or terminated else _init_state(spec, status)
     reason, message = _find_reason_and_message(status, scheduled, worker, init)
@@ -234,7 +243,7 @@ def _parse_pod(raw: Json, ordinal: int, *, container: str = WORKER_CONTAINER) ->
 
 def _parse_limits(spec: Json) -> tuple[tuple[str, str], ...]:
     containers = as_mappings(spec.get("containers"))
-    worker = next((each for each in containers if each.get("name") == WORKER_CONTAINER), {})
+    worker = next((container for container in containers if container.get("name") == WORKER_CONTAINER), {})
     limits = as_texts(as_mapping(worker.get("resources")).get("limits"))
     return tuple((name, intern(limits[name][:32])) for name in ("cpu", "ephemeral-storage", "memory") if name in limits)
 
@@ -245,17 +254,19 @@ def parse_node(raw: Json) -> observed.NodeView:
     Kubelets and detectors write to it every few seconds: the view changes only with what a plan reads.
     """
     metadata, spec, status = as_mapping(raw["metadata"]), as_mapping(raw.get("spec")), as_mapping(raw.get("status"))
-    conditions = [each for each in _list_items(status.get("conditions"), "condition") if as_text(each.get("type"))]
-    ready_condition: Json = next((each for each in conditions if each["type"] == "Ready"), {})
+    conditions = [
+        condition for condition in _list_items(status.get("conditions"), "condition") if as_text(condition.get("type"))
+    ]
+    ready_condition: Json = next((condition for condition in conditions if condition["type"] == "Ready"), {})
     ready = _READINESS.get(as_text(ready_condition.get("status")), observed.NodeReadiness.UNKNOWN)
     labels = as_mapping(metadata.get("labels"))
     return observed.NodeView(
         name=raw["metadata"]["name"],
         ready=ready,
         schedulable=spec.get("unschedulable") is not True,
-        taints=tuple(_taint(each) for each in _list_items(spec.get("taints"), "taint") if as_text(each.get("key"))),
+        taints=tuple(_taint(taint) for taint in _list_items(spec.get("taints"), "taint") if as_text(taint.get("key"))),
         unready_since=None if ready is observed.NodeReadiness.TRUE else _parse_seconds(ready_condition, _CHANGED),
-        conditions=tuple(_parse_condition(each) for each in conditions if _is_bad(each)),
+        conditions=tuple(_parse_condition(condition) for condition in conditions if _is_bad(condition)),
         deleting="deletionTimestamp" in metadata,
         provider_id=as_name(spec.get("providerID")),
         labels={
@@ -286,14 +297,14 @@ def _taint(raw: Json) -> observed.Taint:
 
 def _parse_capacity(allocatable: Json) -> dict[str, int]:
     """Parse extended resources that plans read; a device plugin counts them in whole numbers."""
-    found = {}
+    capacity = {}
     for name in RESOURCES_READ & allocatable.keys():
         text = str(allocatable[name])
         if text.isascii() and text.isdecimal() and len(text) < 10:
-            found[name] = int(text)
+            capacity[name] = int(text)
         else:
             _leave_out("quantity", f"{name}: {text}")
-    return found
+    return capacity
 
 
 def _parse_seconds(part: Json, key: str) -> float | None:
@@ -305,10 +316,10 @@ def _parse_seconds(part: Json, key: str) -> float | None:
 
 
 def _list_items(value: Any, what: str) -> list[Json]:
-    found = value if isinstance(value, list) else []
-    if any(not isinstance(each, dict) for each in found):
-        _leave_out(what, next(each for each in found if not isinstance(each, dict)))
-    return as_mappings(found)
+    entries = value if isinstance(value, list) else []
+    if any(not isinstance(entry, dict) for entry in entries):
+        _leave_out(what, next(entry for entry in entries if not isinstance(entry, dict)))
+    return as_mappings(entries)
 
 
 def _leave_out(what: str, value: Any) -> None:
@@ -349,9 +360,9 @@ class InitState:
 def _init_state(spec: Json, status: Json) -> InitState:
     """Return the first init container that delays the worker. A failed sidecar (restartPolicy Always) fails no pod."""
     sidecars = {
-        as_text(each.get("name"))
-        for each in _list_items(spec.get("initContainers"), "container")
-        if each.get("restartPolicy") == "Always"
+        as_text(sidecar.get("name"))
+        for sidecar in _list_items(spec.get("initContainers"), "container")
+        if sidecar.get("restartPolicy") == "Always"
     }
     for container in _list_items(status.get("initContainerStatuses"), "container status"):
         state, name = as_mapping(container.get("state")), as_text(container.get("name"))[:MAX_REASON_CHARACTERS]

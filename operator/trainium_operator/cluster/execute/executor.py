@@ -151,7 +151,11 @@ class Executor:
                     refused = error  # ended pods are deleted even if nothing may be created
             elif kind is ApplyObject:
                 await self._run_creations(
-                    job, *((_format_target(each), self._execute_action(job, each)) for each in actions)
+                    job,
+                    *(
+                        (_format_target(pending_action), self._execute_action(job, pending_action))
+                        for pending_action in actions
+                    ),
                 )
             else:
                 for action in actions:
@@ -213,7 +217,9 @@ class Executor:
             caches.network_policies,
             caches.services,
         )
-        lister = next(each for each in listers if each is not None and each.resource.kind == manifest["kind"])
+        lister = next(
+            candidate for candidate in listers if candidate is not None and candidate.resource.kind == manifest["kind"]
+        )
         before = lister.store.get((job.namespace, manifest["metadata"]["name"]))
         stored = await self._create_or_replace(job, lister.resource, manifest, lister.store)
         lister.write_through(stored)
@@ -296,8 +302,8 @@ class Executor:
     async def _publish(self, job: JobView, action: PublishMembership) -> None:
         """Compare and swap the record of the membership, then serve it; see PublishMembership."""
         await self._memberships.write(job, action)
-        known = self._caches.jobs.store.get_entry((job.namespace, job.name))
-        if known is not None and known.uid == job.uid:  # otherwise the job was deleted meanwhile
+        cached = self._caches.jobs.store.get_entry((job.namespace, job.name))
+        if cached is not None and cached.uid == job.uid:  # otherwise the job was deleted meanwhile
             self._publisher.publish(job.id, action.membership)
 
     async def _create_other_pods(self, job: JobView, actions: Sequence[CreateOtherPod]) -> None:

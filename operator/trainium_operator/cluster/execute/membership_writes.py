@@ -60,14 +60,14 @@ class MembershipWrites:
     async def _swap_cached(self, job: JobView, action: PublishMembership) -> Json | None:
         """Replace the cached version without a read; return None if it has changed or is not cached completely."""
         name = action.manifest["metadata"]["name"]
-        known = self.records.store.get_entry((job.namespace, name))
-        record = known.view.record if known is not None and known.owner == job.id else None
-        if known is None or record is None or record.holds_more or record.membership is None:
+        cached = self.records.store.get_entry((job.namespace, name))
+        record = cached.view.record if cached is not None and cached.owner == job.id else None
+        if cached is None or record is None or record.holds_more or record.membership is None:
             return None
         if not record.membership.generation == action.replaces < action.membership.generation:
             return None
         try:
-            return await self._merge(job, action, record.to_config_map_data(), str(known.version))
+            return await self._merge(job, action, record.to_config_map_data(), str(cached.version))
         except (ConflictError, NotFoundError):
             return None
 

@@ -32,7 +32,7 @@ _Place = tuple[str, ...]
 
 def find_places(refusal: str) -> frozenset[_Place]:
     """Return the fields that the API server's sentence names, with the entries of a list as one."""
-    return frozenset(tuple(_ENTRY.sub("", found).split(".")[1:]) for found in _NAMED.findall(refusal))
+    return frozenset(tuple(_ENTRY.sub("", path).split(".")[1:]) for path in _NAMED.findall(refusal))
 
 
 class UndeclaredFields:
@@ -67,9 +67,9 @@ class UndeclaredFields:
 
 def _drop_place(value: Any, place: _Place) -> Any:
     if isinstance(value, list):
-        return [_drop_place(each, place) for each in value]
+        return [_drop_place(entry, place) for entry in value]
     name, *rest = place
     if not isinstance(value, dict) or name not in value:
         return value
-    left = {key: inner for key, inner in value.items() if key != name}
-    return {**left, name: _drop_place(value[name], tuple(rest))} if rest else left
+    kept = {key: inner for key, inner in value.items() if key != name}
+    return {**kept, name: _drop_place(value[name], tuple(rest))} if rest else kept

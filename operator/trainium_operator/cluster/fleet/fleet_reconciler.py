@@ -214,7 +214,7 @@ class FleetReconciler:
         try:
             raw = await self.api.get(NODES, "", write.node)
             others = [
-                each for each in (raw.get("spec") or {}).get("taints") or () if each.get("key") != TAINT_QUARANTINED
+                taint for taint in (raw.get("spec") or {}).get("taints") or () if taint.get("key") != TAINT_QUARANTINED
             ]
             ours = write.taint
             added = [] if ours is None else [{"key": ours.key, "value": ours.value, "effect": ours.effect}]

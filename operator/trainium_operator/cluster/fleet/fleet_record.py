@@ -58,11 +58,11 @@ def decode(data: Mapping[str, Any]) -> Memory:
         if key == ABOUT:
             continue
         try:
-            found = yaml.load(str(text), Loader=_PlainLoader)  # noqa: S506 - a SafeLoader
+            content = yaml.load(str(text), Loader=_PlainLoader)  # noqa: S506 - a SafeLoader
             if key == ACCOUNTED:
-                accounted = {str(uid): _parse_finite(at) for uid, at in found.items()}
+                accounted = {str(uid): _parse_finite(at) for uid, at in content.items()}
             else:
-                entry = _parse_machine(key, found)
+                entry = _parse_machine(key, content)
                 machines[entry.machine] = entry
         except _UNREADABLE as error:
             logger.warning("entry %s of the fleet's memory cannot be read (%.200s); it is left out", key, error)
@@ -121,7 +121,9 @@ def _read_fields(entry: Machine) -> dict[str, Any]:
     if entry.quarantines:
         fields["quarantines"] = entry.quarantines
     if entry.strikes:
-        fields["strikes"] = [f"{format_rfc3339(each.at)} {each.cause.value} {each.by}" for each in entry.strikes]
+        fields["strikes"] = [
+            f"{format_rfc3339(strike.at)} {strike.cause.value} {strike.by}" for strike in entry.strikes
+        ]
     if entry.judged:
         fields["judged"] = format_rfc3339(entry.judged)
     if entry.reported:
@@ -129,12 +131,12 @@ def _read_fields(entry: Machine) -> dict[str, Any]:
     return fields
 
 
-def _parse_machine(key: str, found: dict[str, Any]) -> Machine:
-    state = MachineState(str(found.get("state", MachineState.WATCHED.value)))
-    until = parse_rfc3339(found.get("until"))
+def _parse_machine(key: str, content: dict[str, Any]) -> Machine:
+    state = MachineState(str(content.get("state", MachineState.WATCHED.value)))
+    until = parse_rfc3339(content.get("until"))
     if state in (MachineState.QUARANTINED, MachineState.PROBATION) and until is None:
         raise ValueError(f"state {state.value} needs `until`, such as 2026-01-31T12:00:00Z")
-    machine, node = str(found.get("machine") or key), str(found.get("node") or "")
+    machine, node = str(content.get("machine") or key), str(content.get("node") or "")
     if max(len(machine), len(node)) > MAX_NAME_CHARACTERS:
         raise ValueError(f"no machine and no node has a name of more than {MAX_NAME_CHARACTERS} characters")
     return Machine(
@@ -142,10 +144,10 @@ def _parse_machine(key: str, found: dict[str, Any]) -> Machine:
         node=node,
         state=state,
         until=until,
-        quarantines=max(0, int(found.get("quarantines", 0))),
-        strikes=tuple(_parse_strike(str(line)) for line in list(found.get("strikes") or ())[-MAX_STRIKES:]),
-        judged=parse_rfc3339(found.get("judged")) or 0.0,
-        reported=found.get("reported") is True,
+        quarantines=max(0, int(content.get("quarantines", 0))),
+        strikes=tuple(_parse_strike(str(line)) for line in list(content.get("strikes") or ())[-MAX_STRIKES:]),
+        judged=parse_rfc3339(content.get("judged")) or 0.0,
+        reported=content.get("reported") is True,
     )
 
 

@@ -127,8 +127,8 @@ class Observer:
             # Nodes are not watched; only pods and heartbeats show failures.
             return {name: NodeView(name=name) for name in wanted}
         store = self.caches.nodes.store
-        found = ((name, store.get(("", name))) for name in wanted)
-        return {name: view for name, view in found if view is not None}
+        views = ((name, store.get(("", name))) for name in wanted)
+        return {name: view for name, view in views if view is not None}
 
 
 def _list_member_nodes(record: ChildRecord | None) -> set[str]:

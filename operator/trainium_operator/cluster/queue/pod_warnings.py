@@ -91,8 +91,8 @@ class PodWarnings:
             if entry.cause is Cause.POD_LOST and (are_named or now < (entry.failed_at or 0.0) + VANISHED_SECONDS)
         ]
         jobs = {**self._pods.unwatched, **{key: stray.job for key, stray in self._pods.strays.items()}}
-        known = [key[1] for key, name in jobs.items() if (key[0], name) == (job.namespace, job.name)]
-        for name in {*vanished[-MAX_VANISHED:], *known} - {""}:
+        pod_names = [key[1] for key, name in jobs.items() if (key[0], name) == (job.namespace, job.name)]
+        for name in {*vanished[-MAX_VANISHED:], *pod_names} - {""}:
             key = (job.namespace, name)
             if self._pods.store.get_entry(key) is not None or now < self._read_again_at.get(key, 0.0):
                 continue
@@ -152,11 +152,11 @@ def _is_starting(pod: PodView) -> bool:
 
 def _find_newest_warning(pod: PodView, events: Iterable[Json], now: float) -> _Warning:
     """Return the newest warning since the pod got its node."""
-    found = [(at, event) for event in events if (at := _parse_last_seen(event)) > now - FRESH_SECONDS]
-    found = [(at, event) for at, event in found if event.get("reason") != "FailedScheduling"]
-    if not found:
+    recent = [(at, event) for event in events if (at := _parse_last_seen(event)) > now - FRESH_SECONDS]
+    recent = [(at, event) for at, event in recent if event.get("reason") != "FailedScheduling"]
+    if not recent:
         return _Warning(pod.uid)
-    event = max(found, key=lambda item: item[0])[1]
+    event = max(recent, key=lambda item: item[0])[1]
     message = format_log_text(as_text(event.get("message"))[:MAX_MESSAGE_CHARACTERS])
     return _Warning(pod.uid, as_text(event.get("reason"))[:64], message)
 

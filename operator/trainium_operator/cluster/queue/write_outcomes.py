@@ -105,8 +105,8 @@ class WriteOutcomes:
             self.record_refusal(place, job_uid, str(error))
         else:
             places = self._refused.get(job_uid)
-            known = None if places is None else places.get(place)
-            if known is not None and not known.refusal.requested:
+            outcome = None if places is None else places.get(place)
+            if outcome is not None and not outcome.refusal.requested:
                 self.clear_refusal(place, job_uid)
 
     def record_refusal(self, place: str, job_uid: str, text: str) -> None:
@@ -150,9 +150,9 @@ class WriteOutcomes:
         self, place: str, job_uid: str, sentence: str, requested: str = "", *, name_in_use: bool = False
     ) -> None:
         places = self._refused.setdefault(job_uid, BoundedDict(MAX_PLACES))
-        known = places.get(place)
-        is_repeated = known is not None and known.refusal.requested in ("", requested)
-        pause = min(MAX_PAUSE_SECONDS, 2.0 * known.pause) if known is not None and is_repeated else FIRST_PAUSE
+        outcome = places.get(place)
+        is_repeated = outcome is not None and outcome.refusal.requested in ("", requested)
+        pause = min(MAX_PAUSE_SECONDS, 2.0 * outcome.pause) if outcome is not None and is_repeated else FIRST_PAUSE
         places[place] = _Refused(WriteRefusal(sentence, name_in_use, self._clock() + pause, requested), pause)
 
     def clear_refusal(self, place: str, job_uid: str) -> None:
@@ -201,9 +201,9 @@ def find_difference(manifest: Json, stored: Json) -> str:
     requested, metadata = manifest["metadata"], as_mapping(stored.get("metadata"))
     for part in ("labels", "annotations"):
         for key, value in requested.get(part, {}).items():
-            found = as_mapping(metadata.get(part)).get(key)
-            if found != value:
-                return f"metadata.{part}[{key}] is {_format_value(found)}"
+            current = as_mapping(metadata.get(part)).get(key)
+            if current != value:
+                return f"metadata.{part}[{key}] is {_format_value(current)}"
     owners = metadata.get("ownerReferences")
     uids = [as_mapping(owner).get("uid") for owner in owners] if isinstance(owners, list) else []
     if any(owner["uid"] not in uids for owner in requested.get("ownerReferences", ())):

@@ -167,8 +167,8 @@ def _judge_processes(context: PlanContext) -> StopVerdict | None:
     ]
     if not stopping:
         return None
-    first = min(stopping, key=lambda each: (each.failure.at, each.failure.rank))
-    return _judge_origin(context, first, {each.failure.rank: each for each in stopping})
+    first = min(stopping, key=lambda candidate: (candidate.failure.at, candidate.failure.rank))
+    return _judge_origin(context, first, {candidate.failure.rank: candidate for candidate in stopping})
 
 
 def _judge_origin(
@@ -381,7 +381,7 @@ def _find_last_output(context: PlanContext, status: PublicStatus, pod: str) -> t
     named = next((entry for entry in reversed(faults) if entry.pod == pod), None)
     if named is not None:
         return named.node, named.message
-    worker = next((each for each in context.workers.values() if pod and each.pod.name == pod), None)
+    worker = next((candidate for candidate in context.workers.values() if pod and candidate.pod.name == pod), None)
     if worker is not None:
         given_up = worker.heartbeat.verdict if worker.heartbeat is not None else None
         output = given_up.message if given_up is not None else worker.pod.message

@@ -129,7 +129,9 @@ def find_repeated_sole_report(
     culprits = [
         _find_only_reporter(tuple(_list_first_failures(context, attempt)), {}) for attempt in sorted(suspicious)
     ]
-    failures = [each.failure for each in culprits if each is not None and each.member.pod_uid == member.pod_uid]
+    failures = [
+        culprit.failure for culprit in culprits if culprit is not None and culprit.member.pod_uid == member.pod_uid
+    ]
     failure = failures[-1] if len(failures) >= _MIN_ATTEMPTS else None
     return None if failure is None else (failure, classify_process_failure(heartbeat, failure, rules))
 

@@ -64,7 +64,7 @@ def find_stragglers(context: PlanContext, status: TrainingJobStatus) -> PolicyRe
             requeue_at.append(context.now)  # it is reported first, and the next plan hands its rank over
         stragglers.append(entry)
     for pod, entry in listed.items():
-        if entry.reported and pod in paces and all(each.pod != pod for each in stragglers):
+        if entry.reported and pod in paces and all(straggler.pod != pod for straggler in stragglers):
             message = f"Pod {pod} on node {entry.node} keeps pace with the others again."
             events.append(build_event_intent(Reason.STRAGGLER_RECOVERED, message, pod=pod))
     stragglers.sort(key=lambda entry: (-entry.reported, -entry.slowdown, entry.pod))
@@ -88,12 +88,12 @@ def find_straggler_handover(context: PlanContext) -> list[FailedMember]:
     slowest = max(paces, key=lambda pod: paces[pod])
     if _is_slowed_by_host_load(context, slowest, spec.slowdown):
         return []
-    member, worker = next(each for each in context.members if each[0].pod_name == slowest)
+    member, worker = next(pair for pair in context.members if pair[0].pod_name == slowest)
     if worker is None or worker.silent or worker.node_bad or worker.pod.deleting:
         return []
     entry = slow[slowest].replaced(slowdown=round(paces[slowest], 2))
     message = _describe_straggler(entry, context.last_step)
-    has_replacement = any(not is_second_choice(context, each) for each in context.candidates)
+    has_replacement = any(not is_second_choice(context, candidate) for candidate in context.candidates)
     if not has_replacement and not is_faster_without_straggler(context):
         return []
     return [

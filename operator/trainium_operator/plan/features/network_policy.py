@@ -83,7 +83,9 @@ def _report_refusal(context: PlanContext, status: TrainingJobStatus, refusal: Wr
 def _remove_condition(status: TrainingJobStatus) -> TrainingJobStatus:
     if find_condition(status, _CONDITION) is None:
         return status
-    return status.replaced(conditions=tuple(each for each in status.conditions if each.type is not _CONDITION))
+    return status.replaced(
+        conditions=tuple(condition for condition in status.conditions if condition.type is not _CONDITION)
+    )
 
 
 def build_network_policy(job: JobView, ingress: WorkerIngress) -> Json:

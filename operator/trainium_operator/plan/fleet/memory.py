@@ -124,7 +124,7 @@ def add_strike(entry: Machine, node: str, strike: Strike) -> Machine:
         if abs(strike.at - old.at) < SAME_FAULT_SECONDS:
             confirmed = old if strike.namespaces <= old.namespaces else replace(old, by=f"{old.by}+{strike.by}")
             return replace(entry, node=node, strikes=(*entry.strikes[:index], confirmed, *entry.strikes[index + 1 :]))
-    strikes = tuple(sorted((*entry.strikes, strike), key=lambda each: each.at))
+    strikes = tuple(sorted((*entry.strikes, strike), key=lambda recorded: recorded.at))
     return replace(entry, node=node, strikes=_limit_strikes(strikes))
 
 

@@ -230,7 +230,7 @@ def _record_faults(observed: FleetObserved, fleet: _FleetNodes, memory: Memory, 
     accounted: dict[str, float] = {}
     for job in observed.jobs:
         processed_until = memory.accounted.get(job.uid, 0.0)
-        for record in sorted(job.failures, key=lambda each: each.at):
+        for record in sorted(job.failures, key=lambda failure: failure.at):
             if record.at > processed_until and record.node and blame and job.takes_part:
                 strike = Strike(min(record.at, observed.now), record.cause, job.name)
                 _add_strike(machines, fleet.find_machine(record.node), record.node, strike)
@@ -245,8 +245,8 @@ def _record_reports(observed: FleetObserved, fleet: _FleetNodes, machines: dict[
     for name, problems in fleet.problems.items():
         fatal = next((problem for problem in problems if problem.severity is Severity.FATAL), None)
         machine = fleet.find_machine(name)
-        known = machines.get(machine)
-        if fatal is None or not blame or (known is not None and known.reported):
+        machine_record = machines.get(machine)
+        if fatal is None or not blame or (machine_record is not None and machine_record.reported):
             continue
         at = fatal.since if fatal.since is not None and fatal.since <= observed.now else observed.now
         _add_strike(machines, machine, name, Strike(at, fatal.cause, str(fatal)))

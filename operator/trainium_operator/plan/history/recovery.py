@@ -235,7 +235,7 @@ def _list_later_records(context: PlanContext, entry: Interruption) -> Iterator[R
     Records of older generations are never completed.
     """
     heartbeats = [heartbeat for _, heartbeat in context.heartbeats]
-    for heartbeat in [each for each in heartbeats if is_clock_in_sync(each)] or heartbeats:
+    for heartbeat in [candidate for candidate in heartbeats if is_clock_in_sync(candidate)] or heartbeats:
         for record in heartbeat.restarts:
             is_later = (record.generation, record.attempt) > (entry.generation, entry.attempt)
             if is_later and record.generation == heartbeat.generation:
@@ -302,7 +302,7 @@ def _find_stop_time(context: PlanContext, entry: Interruption, progress: Progres
 
     Such steps were not lost. 0 if unknown.
     """
-    size = next((each for each in context.job.status.goodput.sizes if each.size == len(context.members)), None)
+    size = next((account for account in context.job.status.goodput.sizes if account.size == len(context.members)), None)
     step_seconds = next(
         (each for _, heartbeat in context.heartbeats if heartbeat.timing and (each := heartbeat.timing.step_seconds)),
         size.step_seconds if size is not None else None,

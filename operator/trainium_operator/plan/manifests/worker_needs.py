@@ -53,7 +53,10 @@ def build_tolerations(spec: TrainingJobSpec) -> tuple[Json, ...]:
     pod = spec.workers.template.get("spec")
     tolerations = pod.get("tolerations") if isinstance(pod, dict) else None
     listed = tolerations if isinstance(tolerations, list) else []
-    return (*build_device_tolerations(spec.workers.accelerator), *(each for each in listed if isinstance(each, dict)))
+    return (
+        *build_device_tolerations(spec.workers.accelerator),
+        *(toleration for toleration in listed if isinstance(toleration, dict)),
+    )
 
 
 def build_device_tolerations(accelerator: AcceleratorSpec) -> list[Json]:
@@ -80,12 +83,15 @@ def add_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
     containers = spec.get("containers") or []
     if not spec.get("resources"):  # requests of the whole pod: a user who sets them means it
         containers = [
-            _add_requests(each, requests) if each.get("name") == WORKER_CONTAINER else each for each in containers
+            _add_requests(container, requests) if container.get("name") == WORKER_CONTAINER else container
+            for container in containers
         ]
     volumes = spec.get("volumes") or []
     if needs.shared_memory is not None:
         limit = _format_mebibytes(needs.shared_memory)
-        volumes = [_set_size_limit(each, limit) if each.get("name") == SHARED_MEMORY else each for each in volumes]
+        volumes = [
+            _set_size_limit(volume, limit) if volume.get("name") == SHARED_MEMORY else volume for volume in volumes
+        ]
     return {**spec, "containers": containers, "volumes": volumes}
 
 

@@ -321,7 +321,7 @@ def _build_precompile_containers(job: JobView, spec: Json) -> list[Json]:
     except ValueError:  # the spec contradicts itself, which is reported elsewhere
         return []
     containers = spec.get("containers") or []
-    worker = next((each for each in containers if each.get("name") == WORKER_CONTAINER), None)
+    worker = next((container for container in containers if container.get("name") == WORKER_CONTAINER), None)
     if worker is None or not nodes:
         return []
     kept = {key: value for key, value in worker.items() if key not in LONG_RUNNING_FIELDS}

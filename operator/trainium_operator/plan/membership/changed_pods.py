@@ -53,7 +53,7 @@ def _report_limits(context: PlanContext, members: tuple[Member, ...]) -> tuple[E
     if not pods:
         return ()
     containers = build_pod_template(context.job, context.settings)["spec"]["containers"]
-    worker_container = next(each for each in containers if each["name"] == WORKER_CONTAINER)
+    worker_container = next(container for container in containers if container["name"] == WORKER_CONTAINER)
     requested = (worker_container.get("resources") or {}).get("limits") or {}
     added = {f"{name} {quantity}" for pod in pods for name, quantity in pod.limits if name not in requested}
     if not added:

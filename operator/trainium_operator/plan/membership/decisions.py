@@ -351,8 +351,8 @@ def _find_wait_for_survivors(context: PlanContext, failed_members: tuple[FailedM
     After a restore from a backup only such an agent knows the number that the next generation must exceed.
     """
     lost = {failed.member.pod_uid for failed in failed_members}
-    left = [worker for member, worker in context.members if worker is not None and member.pod_uid not in lost]
-    if not left or any(worker.agent is not None and worker.agent.heartbeat is not None for worker in left):
+    remaining = [worker for member, worker in context.members if worker is not None and member.pod_uid not in lost]
+    if not remaining or any(worker.agent is not None and worker.agent.heartbeat is not None for worker in remaining):
         return None
     wait_until = context.observed.coordinator_since + RECONNECT_SECONDS
     return wait_until if context.now < wait_until else None

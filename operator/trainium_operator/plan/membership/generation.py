@@ -111,7 +111,7 @@ def find_newest_generation(context: PlanContext) -> int:
         for failure in heartbeat.failures
         if failure.generation == heartbeat.generation
     ]
-    credible = [each for each in reported if each <= newest_known + MAX_GENERATION_LEAD]
+    credible = [generation for generation in reported if generation <= newest_known + MAX_GENERATION_LEAD]
     return max([recorded, context.observed.published, *credible])
 
 

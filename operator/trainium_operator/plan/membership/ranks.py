@@ -121,7 +121,8 @@ def _order_first_units(workers: Sequence[Worker], size: int, placement: RankPlac
     firsts = [_find_representative(unit, placement) for unit in units.values()]
     chosen = order_first_ranks(firsts, size // placement.unit_nodes, replace(placement, unit_nodes=1))
     ordered = (
-        sorted(units[find_unit(first.pod)], key=lambda each: _order(each.pod.node, placement)) for first in chosen
+        sorted(units[find_unit(first.pod)], key=lambda unit_worker: _order(unit_worker.pod.node, placement))
+        for first in chosen
     )
     return tuple(worker for unit in ordered for worker in unit)
 

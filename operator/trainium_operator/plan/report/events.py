@@ -105,9 +105,9 @@ def _list_transitions(old: PublicStatus, new: PublicStatus) -> Iterator[EventInt
     for alert in new.alerts:
         if alert not in old.alerts:
             yield build_event_intent(Reason(alert.kind), alert.message, warning=True)
-    known = {get_artifact_key(artifact) for artifact in old.artifacts}
+    reported_keys = {get_artifact_key(artifact) for artifact in old.artifacts}
     for artifact in new.artifacts:
-        if get_artifact_key(artifact) not in known:
+        if get_artifact_key(artifact) not in reported_keys:
             yield build_event_intent(Reason.ARTIFACT_WRITTEN, describe_artifact(artifact))
     if new.evaluation and new.evaluation != old.evaluation:
         yield build_event_intent(Reason.EVALUATED, describe_evaluation(new.evaluation))

@@ -180,13 +180,13 @@ def _set_stage_seconds(goodput: GoodputStatus, stage: str, seconds: float, befor
     """
     stages = dict(goodput.stage_seconds)
     if seconds < before:
-        stages = {name: each * seconds / before for name, each in stages.items()}
+        stages = {name: passed * seconds / before for name, passed in stages.items()}
     elif stage in stages or len(stages) < _MAX_STAGES:
         stages[stage] = stages.get(stage, 0.0) + seconds - before
     else:
         seconds = before
     return goodput.replaced(
-        stage_seconds=_drop_zeros({name: round(each, 3) for name, each in stages.items()}),
+        stage_seconds=_drop_zeros({name: round(passed, 3) for name, passed in stages.items()}),
         wall_seconds=round(max(0.0, goodput.wall_seconds - seconds), 3),
         node_seconds=round(max(0.0, goodput.node_seconds - (seconds - before) * held), 3),
     )
@@ -345,5 +345,5 @@ def _compute_totals(context: PlanContext, goodput: GoodputStatus, *, pending: fl
     )
 
 
-def _compute_ratio(part: float, whole: float) -> float:
-    return round(min(1.0, max(0.0, part / whole)), 4) if whole > 0 else 1.0
+def _compute_ratio(part: float, total: float) -> float:
+    return round(min(1.0, max(0.0, part / total)), 4) if total > 0 else 1.0

@@ -85,7 +85,7 @@ def _explain_unanswered_pods(context: PlanContext) -> tuple[Reason, str] | None:
     if not silent:
         return None
     pod = silent[0]
-    names_text = format_names(tuple(each.name for each in silent if each.scheduled == pod.scheduled))
+    names_text = format_names(tuple(silent_pod.name for silent_pod in silent if silent_pod.scheduled == pod.scheduled))
     if not pod.scheduled:
         return Reason.UNSCHEDULABLE, (
             f"no scheduler has looked at {names_text} for {UNANSWERED_SECONDS:.0f} s or more: does the scheduler "

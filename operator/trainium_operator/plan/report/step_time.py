@@ -47,11 +47,11 @@ def find_reference_seconds(goodput: GoodputStatus, size: int, shape: BatchShape)
     return (timed[-1].step_seconds or 0.0) * _step_time_ratio(timed[-1].size, size, shape) if timed else None
 
 
-def _step_time_ratio(known: int, size: int, shape: BatchShape) -> float:
+def _step_time_ratio(measured_size: int, size: int, shape: BatchShape) -> float:
     """Return how much longer a step takes at `size` than at `known`."""
-    before, after = shape.micro_batches(known), shape.micro_batches(size)
+    before, after = shape.micro_batches(measured_size), shape.micro_batches(size)
     # A size that the present batch does not allow was used with an earlier batch.
-    return after / before if before and after else known / size
+    return after / before if before and after else measured_size / size
 
 
 def compute_productive_seconds(goodput: GoodputStatus, shape: BatchShape) -> tuple[float, float] | None:

@@ -188,9 +188,11 @@ def _explain_phase(status: StatusT) -> tuple[Reason, str]:
     """Return why the job is in its phase: of a job that waits, the reason of what it waits for."""
     reason = _PHASE_REASONS.get(status.phase, Reason.TRAINING)
     if status.phase in _WAITING_PHASES:
-        found = (find_condition(status, kind) for kind in _WAITING_CONDITIONS)
-        waits = [each for each in found if each is not None and each.status is ConditionStatus.FALSE]
-        specific = next((each for each in waits if each.reason not in _GENERAL_REASONS), waits[0] if waits else None)
+        conditions = (find_condition(status, kind) for kind in _WAITING_CONDITIONS)
+        waits = [
+            condition for condition in conditions if condition is not None and condition.status is ConditionStatus.FALSE
+        ]
+        specific = next((wait for wait in waits if wait.reason not in _GENERAL_REASONS), waits[0] if waits else None)
         if specific is not None:
             return Reason(specific.reason), specific.message
     return reason, "" if reason is Reason.TRAINING else "see the phase"

@@ -115,12 +115,12 @@ def _select_worse(first: NodeProblem | None, second: NodeProblem | None) -> Node
     return max(first, second, key=lambda problem: problem.severity)
 
 
-def _add_kernel_problem(worker: Worker, known: NodeProblem | None, observed: Observed) -> NodeProblem | None:
+def _add_kernel_problem(worker: Worker, problem: NodeProblem | None, observed: Observed) -> NodeProblem | None:
     """Return the worse of a node's known problem and of its kernel log's."""
     kernel = find_kernel_problem(worker.heartbeat, observed.job.spec.recovery.rules)
     if kernel is None:
-        return known
-    return _select_worse(known, _cap_while_frozen(kernel, observed))
+        return problem
+    return _select_worse(problem, _cap_while_frozen(kernel, observed))
 
 
 def is_clock_in_sync(heartbeat: HeartbeatRequest) -> bool:

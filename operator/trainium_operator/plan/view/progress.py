@@ -23,7 +23,9 @@ def sort_by_steps(spec: TrainingJobSpec, heartbeats: Heartbeats) -> Heartbeats:
     """
     if spec.workload.reports_each_step:
         return heartbeats
-    return tuple(sorted(heartbeats, key=lambda each: -(each[1].progress.step if each[1].progress else -1)))
+    return tuple(
+        sorted(heartbeats, key=lambda heartbeat: -(heartbeat[1].progress.step if heartbeat[1].progress else -1))
+    )
 
 
 def count_total_steps(job: JobView, newest: Progress) -> int:

@@ -225,8 +225,8 @@ def add_last_reports(observed: Observed) -> Observed:
     for pod in observed.pods:
         if pod.last_report is not None:
             ended_at = observed.now if pod.finished is None else min(pod.finished, observed.now)
-            known = agents.get(pod.uid) or AgentView(registration=None, last_seen=ended_at, first_seen=ended_at)
-            agents[pod.uid] = replace(known, heartbeat=pod.last_report)
+            agent = agents.get(pod.uid) or AgentView(registration=None, last_seen=ended_at, first_seen=ended_at)
+            agents[pod.uid] = replace(agent, heartbeat=pod.last_report)
     return replace(observed, agents=agents) if any(pod.last_report for pod in observed.pods) else observed
 
 

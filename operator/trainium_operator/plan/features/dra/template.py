@@ -50,7 +50,7 @@ def _build_devices(accelerator: AcceleratorSpec, claim: ClaimSpec) -> Json:
     count = accelerator.count_claimed_devices()
     exactly: Json = {"deviceClassName": claim.device_class_name, "allocationMode": "ExactCount", "count": count}
     if claim.selectors:
-        exactly["selectors"] = [{"cel": {"expression": each}} for each in claim.selectors]
+        exactly["selectors"] = [{"cel": {"expression": selector}} for selector in claim.selectors]
     devices: Json = {"requests": [{"name": CLAIM, "exactly": exactly}]}
     if claim.connected:
         devices["constraints"] = [{"requests": [CLAIM], "matchAttribute": _GROUP_ATTRIBUTE.format(count)}]

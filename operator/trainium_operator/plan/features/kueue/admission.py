@@ -65,12 +65,12 @@ def admit(observed: Observed, settings: PlanSettings) -> QueueGrant | None:
 
 def find_base_workload(quota: QuotaView) -> WorkloadView | None:
     """Return the Workload with the quota that the job needs."""
-    return next((each for each in quota.workloads if each.part == 0), None)
+    return next((workload for workload in quota.workloads if workload.part == 0), None)
 
 
 def list_further_workloads(quota: QuotaView) -> tuple[WorkloadView, ...]:
     """Return the Workloads with the additional quota that the job requests, by part."""
-    return tuple(each for each in quota.workloads if each.part > 0)
+    return tuple(workload for workload in quota.workloads if workload.part > 0)
 
 
 def _read_template_placement(observed: Observed, settings: PlanSettings, base: WorkloadView) -> Placement:

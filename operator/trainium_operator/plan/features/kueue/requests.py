@@ -183,7 +183,9 @@ def _request_workload(
         spares=spares,
         priority=quota.priority,
         node_selector=node_selector,
-        pod_sets=() if part else tuple(each for feature in context.features for each in feature.list_pod_sets(context)),
+        pod_sets=()
+        if part
+        else tuple(pod_set for feature in context.features for pod_set in feature.list_pod_sets(context)),
     )
     return ApplyWorkload(manifest)
 
@@ -237,8 +239,8 @@ def list_remaining_steps(
 
 
 def _is_used(observed: Observed, _settings: PlanSettings) -> bool:
-    left = observed.quota is not None and bool(observed.quota.workloads)
-    return bool(observed.job.spec.scheduling.queue_name) or left
+    has_workloads = observed.quota is not None and bool(observed.quota.workloads)
+    return bool(observed.job.spec.scheduling.queue_name) or has_workloads
 
 
 FEATURE = Feature(

@@ -53,9 +53,9 @@ def build_workload(
         "podSets": [
             *({"name": name, "count": count, "template": template} for name, count in counts.items() if count),
             *(
-                {"name": each.name, "count": each.count, "template": _build_template(each.body, {})}
-                for each in pod_sets
-                if each.count
+                {"name": pod_set.name, "count": pod_set.count, "template": _build_template(pod_set.body, {})}
+                for pod_set in pod_sets
+                if pod_set.count
             ),
         ],
     }
@@ -86,5 +86,7 @@ def _build_template(body: Json, node_selector: Mapping[str, str]) -> Json:
         kept["affinity"] = {"nodeAffinity": node_affinity}
     for group in ("initContainers", "containers"):
         if spec.get(group):
-            kept[group] = [{key: each[key] for key in _CONTAINER_FIELDS if key in each} for each in spec[group]]
+            kept[group] = [
+                {key: container[key] for key in _CONTAINER_FIELDS if key in container} for container in spec[group]
+            ]
     return {"spec": {**kept, "restartPolicy": "Never"}}

@@ -151,7 +151,9 @@ def _build_environment(job: JobView, role: RoleSpec) -> list[Json]:
 def _add_readiness_probe(container: Json, port: int) -> Json:
     """Return the container with its port, and with a probe of the port if it has none."""
     ports = container.get("ports") or []
-    if not any(isinstance(each, dict) and each.get("containerPort") == port for each in ports):
+    if not any(
+        isinstance(container_port, dict) and container_port.get("containerPort") == port for container_port in ports
+    ):
         ports = [*ports, {"containerPort": port, "protocol": "TCP"}]
     probe = {"tcpSocket": {"port": port}, "periodSeconds": _PROBE_SECONDS}
     return {"readinessProbe": probe, **container, "ports": ports}

@@ -73,7 +73,7 @@ def finish_roles(context: PlanContext, status: TrainingJobStatus) -> PolicyResul
     """Delete all pods of roles of a job that has ended."""
     if context.observed.other_pods is None:
         return PolicyResult(status=status, requeue_at=(context.now + RECHECK_SECONDS,))
-    roles = tuple(each.replaced(replicas=0, ready_replicas=0, message="", since="") for each in status.roles)
+    roles = tuple(role.replaced(replicas=0, ready_replicas=0, message="", since="") for role in status.roles)
     deletions = tuple(action for pod in context.observed.role_pods for action in _build_deletion(context, pod))
     return PolicyResult(status=status.replaced(roles=roles), actions=deletions)
 
@@ -148,8 +148,8 @@ def _reconcile_role(context: PlanContext, status: TrainingJobStatus, role: RoleS
 def _choose_next_ordinals(context: PlanContext, state: RoleState, count: int) -> range:
     """Return ordinals that no existing pod has; they restart at 0 after the last one, or an edited status."""
     highest = max((pod.ordinal for pod in readiness.list_pods(context.observed, state.name)), default=-1)
-    known = state.next_ordinal if 0 <= state.next_ordinal <= names.LAST_ORDINAL else 0
-    first = max(known, highest + 1)
+    next_ordinal = state.next_ordinal if 0 <= state.next_ordinal <= names.LAST_ORDINAL else 0
+    first = max(next_ordinal, highest + 1)
     return range(first, first + count)
 
 
@@ -268,7 +268,7 @@ def _is_held(pod: PodView) -> bool:
 def _build_report(
     context: PlanContext, status: TrainingJobStatus, role: RoleSpec, *, replicas: int, message: str
 ) -> RoleStatus:
-    old = next((each for each in status.roles if each.name == role.name), None)
+    old = next((report for report in status.roles if report.name == role.name), None)
     ready = len(readiness.list_ready_pods(context.observed, role.name))
     is_missing = ready < replicas or replicas < role.replicas
     since = "" if old is None else old.since
@@ -285,8 +285,8 @@ def _build_report(
 
 def _set_condition(context: PlanContext, status: TrainingJobStatus, *, is_held: bool) -> TrainingJobStatus:
     """Set RolesReady: False while a role has fewer ready pods than training waits for."""
-    kind, missing = ConditionType.ROLES_READY, [each for each in status.roles if each.since]
-    waiting = [each for each in missing if each.ready_replicas < each.min_ready]
+    kind, missing = ConditionType.ROLES_READY, [report for report in status.roles if report.since]
+    waiting = [report for report in missing if report.ready_replicas < report.min_ready]
     if is_held:
         reason = Reason.SUSPENDED if context.job.spec.suspend else Reason.WAITING_FOR_QUEUE
         return set_condition(status, kind, False, reason, "", now=context.now)
@@ -320,12 +320,12 @@ def _apply_objects(context: PlanContext, status: TrainingJobStatus) -> PolicyRes
 
 
 def _find_state(status: TrainingJobStatus, role: str) -> RoleState:
-    return next((each for each in status.role_states if each.name == role), RoleState(name=role))
+    return next((role_state for role_state in status.role_states if role_state.name == role), RoleState(name=role))
 
 
 def _set_role(status: TrainingJobStatus, state: RoleState, report: RoleStatus) -> TrainingJobStatus:
-    states = {each.name: each for each in status.role_states} | {state.name: state}
-    reports = {each.name: each for each in status.roles} | {report.name: report}
+    states = {role_state.name: role_state for role_state in status.role_states} | {state.name: state}
+    reports = {role.name: role for role in status.roles} | {report.name: report}
     return status.replaced(role_states=tuple(states.values()), roles=tuple(reports.values()))
 
 
