@@ -158,7 +158,7 @@ def load_base(config: TrainingConfig) -> PreTrainedModel | PeftModel:
         use_rslora=lora.rank_stabilized,
         use_dora=lora.dora,
         rank_pattern={name: lora.rank_of(name) for name in targets},
-        alpha_pattern={name: lora.alpha_of(name) for name in targets},
+        alpha_pattern={name: lora.find_alpha(name) for name in targets},
         target_modules=list(targets),
         task_type="CAUSAL_LM",
     )

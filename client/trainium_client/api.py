@@ -155,18 +155,18 @@ class Api:
 
     def list_pods(self, selector: str) -> list[Json] | Unreadable:
         """Return the pods with these labels."""
-        return self._list(Request("list", "pods", self.namespace), {"labelSelector": selector})
+        return self._list_objects(Request("list", "pods", self.namespace), {"labelSelector": selector})
 
     def list_events(self, job: str) -> list[Json] | Unreadable:
         """Return events about the job."""
         query = {"fieldSelector": f"involvedObject.kind={KIND},involvedObject.name={job}"}
-        return self._list(Request("list", "events", self.namespace), query)
+        return self._list_objects(Request("list", "events", self.namespace), query)
 
     def list_nodes(self) -> list[Json] | Unreadable:
         """Return all nodes."""
-        return self._list(Request("list", "nodes"), {})
+        return self._list_objects(Request("list", "nodes"), {})
 
-    def log(self, pod: str, *, query: Mapping[str, str], container: str = "worker") -> str | Unreadable:
+    def read_log(self, pod: str, *, query: Mapping[str, str], container: str = "worker") -> str | Unreadable:
         """Return a pod's log, with timestamps if the query asks for them."""
         request = Request("get", "pods/log", self.namespace, pod)
         chosen = {"container": container} if container else {}
@@ -191,7 +191,7 @@ class Api:
         except (ForbiddenError, NotFoundError) as error:
             return Unreadable.from_error(error)
 
-    def _list(self, request: Request, query: Mapping[str, str]) -> list[Json] | Unreadable:
+    def _list_objects(self, request: Request, query: Mapping[str, str]) -> list[Json] | Unreadable:
         response = self._read(request, query=query)
         return response if isinstance(response, Unreadable) else _list_items(response)
 

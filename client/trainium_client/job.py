@@ -105,7 +105,7 @@ class TrainingJob:
             if member is None:
                 raise ClientError(f"there is no rank {rank} of {self.name}")
             query = {"timestamps": "true", **({} if tail is None else {"tailLines": str(tail)})}
-            lines = str(_require_readable(api.log(member.pod, query=query))).splitlines()
+            lines = str(_require_readable(api.read_log(member.pod, query=query))).splitlines()
             entries = [parse_log_line(line.partition(" ")[2]) for line in lines]
             return [line for entry in entries if entry.rank == rank for line in entry.text.split("\n")]
 

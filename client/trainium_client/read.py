@@ -140,7 +140,7 @@ def _read_worker_log(api: Api, entry: InterruptionView | None) -> tuple[str, str
     """Return the log of the failed worker, with time stamps, or why there is none."""
     if entry is None or not entry.pod:
         return "", ""
-    log = api.log(entry.pod, query={"timestamps": "true", "tailLines": str(_LOG_LINES)})
+    log = api.read_log(entry.pod, query={"timestamps": "true", "tailLines": str(_LOG_LINES)})
     if not isinstance(log, Unreadable):
         return log, ""
     if log.not_found:

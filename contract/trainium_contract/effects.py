@@ -140,11 +140,11 @@ def _find_owner(model: BaseModel, path: str) -> tuple[BaseModel | None, str]:
     *parents, last = path.split(".")
     part: Any = model
     for alias in parents:
-        part = None if part is None else getattr(part, _name(part, alias))
-    return part, "" if part is None else _name(part, last)
+        part = None if part is None else getattr(part, _format_name(part, alias))
+    return part, "" if part is None else _format_name(part, last)
 
 
-def _name(model: BaseModel, alias: str) -> str:
+def _format_name(model: BaseModel, alias: str) -> str:
     return next(name for name, info in type(model).model_fields.items() if info.alias == alias)
 
 

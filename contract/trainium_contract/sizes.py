@@ -42,7 +42,7 @@ def count_micro_batches(global_size: int, micro_size: int, data_parallel: int) -
     return -(-global_size // (micro_size * data_parallel))
 
 
-def step_batch_size(global_size: int, micro_size: int, data_parallel: int, tolerance: float = 0.0) -> int:
+def compute_step_batch_size(global_size: int, micro_size: int, data_parallel: int, tolerance: float = 0.0) -> int:
     """Return the samples of one step: the nearest number without an empty row, if within the tolerance.
 
     Otherwise the global batch. The tolerance is a share; of two equally near numbers the smaller is used.
@@ -106,7 +106,9 @@ class BatchShape:
             return 0
         if not self.global_batch_size:
             return self.data_parallel(nodes) * self.micro_batch_size
-        return step_batch_size(self.global_batch_size, self.micro_batch_size, self.data_parallel(nodes), self.tolerance)
+        return compute_step_batch_size(
+            self.global_batch_size, self.micro_batch_size, self.data_parallel(nodes), self.tolerance
+        )
 
     def is_legal(self, nodes: int) -> bool:
         """Return whether a job of this shape can train on `nodes` nodes."""

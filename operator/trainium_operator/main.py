@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from trainium_operator.command_line import fail
 from trainium_operator.logs import configure_logs
 from trainium_operator.memory import freeze_gc, trim_periodically, use_little_memory_per_connection, use_one_heap
-from trainium_operator.settings import Settings, parse_settings, process_identity
+from trainium_operator.settings import Settings, create_process_identity, parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -81,7 +81,7 @@ async def operate(settings: Settings) -> int:
         return 1
     namespace = settings.namespace or transport.namespace
     lease_transport = transport.open_separate_pool(LEASE_CONNECTIONS)
-    identity = process_identity(os.environ)
+    identity = create_process_identity(os.environ)
     runtime = Runtime(settings, transport, namespace=namespace, identity=identity, lease_transport=lease_transport)
     try:
         return await RuntimeSupervisor(runtime, transport).run()

@@ -330,7 +330,7 @@ def _build_settings_command() -> Callable[..., Settings]:
     return read
 
 
-def process_identity(environment: Mapping[str, str]) -> str:
+def create_process_identity(environment: Mapping[str, str]) -> str:
     """Return the identity of the Lease's holder: the same after a restart of the container in its pod, else unique."""
     pod, uid = environment.get("POD_NAME"), environment.get("POD_UID")
     return f"{pod}_{uid}" if pod and uid else f"{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex[:12]}"

@@ -148,7 +148,7 @@ def _add_logs(
     api: Api, pods: list[str], container: str, files: dict[str, str], missing: list[str], folder: str = "logs"
 ) -> None:
     query = {"timestamps": "true", "tailLines": _LOG_LINES}
-    logs = call_concurrently(pods, lambda pod: api.log(pod, query=query, container=container))
+    logs = call_concurrently(pods, lambda pod: api.read_log(pod, query=query, container=container))
     for pod, log in logs.items():
         if isinstance(log, Unreadable):
             missing.append(f"log of {pod}: {log.reason}")

@@ -40,7 +40,7 @@ def import_(
     from trainium_client.importing.importer import Options, import_jobs  # noqa: PLC0415
     from trainium_client.importing.writer import write_job  # noqa: PLC0415
 
-    inputs = [(_name_of(file), decode_input(_read(file, MAX_BYTES + 1), _name_of(file))) for file in files]
+    inputs = [(_read_name(file), decode_input(_read(file, MAX_BYTES + 1), _read_name(file))) for file in files]
     imported = import_jobs(inputs, Options(instance_type, image, replica))
     for name, job in imported:
         _refuse_invalid(job, name)
@@ -51,7 +51,7 @@ def import_(
             notify(f"{name}: {sentence}")
 
 
-def _name_of(file: str) -> str:
+def _read_name(file: str) -> str:
     return "standard input" if file == _STANDARD_INPUT else Path(file).name
 
 

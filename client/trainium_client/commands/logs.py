@@ -144,7 +144,7 @@ def _print_previous(api: Api, name: str, rank: int, members: Members, printer: _
     former_pods = (
         [pod for pod in pods_of_rank if pod in former_pods] + [pod for pod in former_pods if pod not in pods_of_rank]
     )[:_MAX_FORMER_PODS]
-    logs_by_pod = call_concurrently(former_pods, lambda pod: api.log(pod, query={"timestamps": "true"}))
+    logs_by_pod = call_concurrently(former_pods, lambda pod: api.read_log(pod, query={"timestamps": "true"}))
     for pod in former_pods:
         log = logs_by_pod[pod]
         lines = [] if not isinstance(log, str) else [split_line(line.encode()) for line in log.splitlines()]

@@ -96,7 +96,7 @@ def profile(
     step_seconds = max(row.step_seconds or 0.0 for row in selected)
     label = f"steps {first} to {first + steps - 1}" if steps > 1 else f"step {first}"
     notify(f"recording {label} of rank{'s' * (len(selected) > 1)} {', '.join(str(row.rank) for row in selected)}")
-    recorded, traces = _record(
+    recorded, traces = _record_ranks(
         api, selected, members, first, steps, timeout_seconds=_TIMEOUT_SECONDS + 8 * steps * step_seconds
     )
     path = file or Path(f"{name}-steps-{first}-{first + steps - 1}.json.gz")
@@ -156,7 +156,7 @@ def _choose_first_step(rows: Sequence[RankRow], responses: Mapping[str, Any], st
     return min(newest + 1 + max(2, math.ceil(_START_DELAY_SECONDS / step_seconds)), total - steps + 1)
 
 
-def _record(
+def _record_ranks(
     api: Api, rows: Sequence[RankRow], members: Members, first: int, steps: int, *, timeout_seconds: float
 ) -> tuple[list[RecordedRank], list[Trace]]:
     """Record on all ranks at once and fetch the traces. Raises ClientError if no rank recorded."""

@@ -99,7 +99,7 @@ def scaling(session: Session, name: JobName) -> None:
 
 def sizes(session: Session, name: JobName) -> None:
     """Compare numbers of nodes: how many of them train, passes of a step, share of full speed."""
-    from trainium_client.views.sizes import size_rows  # noqa: PLC0415 - the others need no model of the whole job
+    from trainium_client.views.sizes import list_size_rows  # noqa: PLC0415 - the others need no model of the whole job
 
-    rows = size_rows(session.open().read_job(name))
+    rows = list_size_rows(session.open().read_job(name))
     session.print_result(rows, lambda value, _now, width: render.tables.render_sizes(value, width))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from trainium_client.render.page import label_grid, render_bullets, render_heading, stack_items
+from trainium_client.render.page import render_bullets, render_heading, render_labels, stack_items
 from trainium_contract.pages.formatting import format_duration, format_utc, pluralize, shorten
 from trainium_contract.program_output import drop_noise, restore_lines
 from trainium_contract.views.interruptions import describe_loss
@@ -56,7 +56,7 @@ def render_interruption(report: InterruptionReport) -> RenderableType:
         ("Steps", steps),
     ]
     title = Text(_format_title(report), "bold")
-    return stack_items(title, label_grid(facts), *_log_section(report), *_render_advice(report))
+    return stack_items(title, render_labels(facts), *_log_section(report), *_render_advice(report))
 
 
 def _format_title(report: InterruptionReport) -> str:

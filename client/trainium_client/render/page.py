@@ -66,7 +66,7 @@ def style_word(text: str, style: str = "") -> Text:
     return Text(text, style or STYLES.get(text, ""))
 
 
-def label_grid(rows: Iterable[tuple[str, str | Text]]) -> Table:
+def render_labels(rows: Iterable[tuple[str, str | Text]]) -> Table:
     """Return a grid of labels and values; omit rows without a value."""
     grid = Table.grid(padding=(0, _GAP, 0, 0))
     grid.add_column(no_wrap=True, style="bold")

@@ -8,14 +8,14 @@ from rich.text import Text
 
 from trainium_client.render.page import (
     Column,
-    label_grid,
     render_bullets,
     render_heading,
+    render_labels,
     render_table,
     stack_items,
     style_word,
 )
-from trainium_contract.pages.facts import list_job_facts, step_text
+from trainium_contract.pages.facts import format_step, list_job_facts
 from trainium_contract.pages.formatting import (
     format_age,
     format_bytes,
@@ -52,7 +52,7 @@ def render_status(view: JobView, *, now: float, width: int) -> RenderableType:
     events = tuple(event for event in view.events if event.reason not in alerts and not _repeats_verdict(event, view))
     advice = (restore_lines(sentence) for sentence in view.advice if sentence != view.verdict)
     return stack_items(
-        label_grid(_list_fact_rows(view, now, width)),
+        render_labels(_list_fact_rows(view, now, width)),
         *_render_events(events[:_EVENT_COUNT], now, width),
         *_render_section("What to do", tuple(advice)),
         *_render_section("Not shown", view.not_shown, style="dim"),
@@ -71,7 +71,7 @@ def format_status_line(view: JobView) -> str:
     """Return one line, for a log of changes."""
     parts = [view.phase or "no status"]
     parts += [view.stage] if view.stage not in {"", "Train"} else []
-    parts += [step_text(view)]
+    parts += [format_step(view)]
     parts += [f"loss {format_number(view.loss)}"] if view.loss is not None else []
     parts += [f"{view.training}/{view.size or view.desired or view.requested} workers"]
     return ", ".join([*parts, pluralize(view.restarts, "interruption")])

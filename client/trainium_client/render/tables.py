@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from trainium_client.render.page import Column, label_grid, render_heading, render_table, stack_items, style_word
+from trainium_client.render.page import Column, render_heading, render_labels, render_table, stack_items, style_word
 from trainium_contract.pages.facts import format_bar
 from trainium_contract.pages.formatting import (
     format_age,
@@ -98,7 +98,7 @@ def render_goodput(goodput: GoodputView, width: int) -> RenderableType:
         ("Cost", _format_cost(goodput.cost)),
         ("After steps", after_training),
     ]
-    ledger = [label_grid(figures), render_heading("Where the time went"), _render_causes(goodput, width)]
+    ledger = [render_labels(figures), render_heading("Where the time went"), _render_causes(goodput, width)]
     if goodput.lost_by_stage:
         ledger += [render_heading("What was lost, by stage"), _render_stages(goodput, width)]
     if goodput.sizes:
@@ -237,7 +237,7 @@ def render_checkpoints(
         durable = f"step {checkpoints.durable_step}, {format_age(checkpoints.durable_age_seconds)}"
     if checkpoints.memory_step is not None:
         memory = f"step {checkpoints.memory_step}, on every member"
-    summary = label_grid([("Storage", durable), ("Memory", memory), ("Notice", Text(checkpoints.notice, "yellow"))])
+    summary = render_labels([("Storage", durable), ("Memory", memory), ("Notice", Text(checkpoints.notice, "yellow"))])
     explanation = Text(note, "dim") if note else None
     if rows is None:
         return stack_items(summary, explanation)

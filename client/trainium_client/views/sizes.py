@@ -66,7 +66,7 @@ class ScalingRow:
 
 
 def list_scaling_rows(job: Mapping[str, Any]) -> tuple[ScalingRow, ...]:
-    """Return the sizes at which a job has trained, the smallest first. Raises ClientError as `size_rows` does."""
+    """Return the sizes at which a job has trained, the smallest first. Raises ClientError as `list_size_rows` does."""
     status, shape = read_public_status(job), _parse_spec(job).batch_shape()
     current_size = status.read_part("membership").read_integer("size")
     rows: list[ScalingRow] = []
@@ -104,7 +104,7 @@ def _parse_spec(job: Mapping[str, Any]) -> TrainingJobSpec:
         ) from error
 
 
-def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
+def list_size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
     """Return the sizes of a job between its least and its largest, the largest first.
 
     Raises ClientError when the job's specification is not one that this version knows.

@@ -128,8 +128,8 @@ def _build_printer_columns() -> list[dict[str, Any]]:
 
 def build_object_schema() -> dict[str, Any]:
     """Return the openAPIV3Schema of a whole TrainingJob."""
-    spec = model_schema(TrainingJobSpec, "spec", strict=True)
-    status = _replace_internal_fields(model_schema(TrainingJobStatus, "status", strict=False))
+    spec = build_model_schema(TrainingJobSpec, "spec", strict=True)
+    status = _replace_internal_fields(build_model_schema(TrainingJobStatus, "status", strict=False))
     _attach_rules(spec, SPEC_RULES)
     _attach_rules(spec["properties"]["workers"]["properties"]["accelerator"], ACCELERATOR_RULES)
     _attach_rules(spec["properties"]["program"], PROGRAM_RULES)
@@ -176,7 +176,7 @@ def _attach_rules(schema: dict[str, Any], rules: tuple[Rule, ...]) -> None:
     schema["x-kubernetes-validations"] = [rule.to_schema() for rule in rules]
 
 
-def model_schema(model: type[BaseModel], path: str, *, strict: bool) -> dict[str, Any]:
+def build_model_schema(model: type[BaseModel], path: str, *, strict: bool) -> dict[str, Any]:
     """Return the structural schema of one model; `path` is its place in the object, for messages.
 
     `strict` keeps defaults and enumerations (the spec); otherwise they are left out (the status).

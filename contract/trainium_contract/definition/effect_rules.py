@@ -21,12 +21,12 @@ IS_LORA = "self.?trainer.?tuning.?method.orValue(self.?trainer.?tuning.?lora.has
 """Whether `tuning.method` is LoRA, also where it follows from `tuning.lora`."""
 
 
-def _place(path: str) -> str:
+def _format_place(path: str) -> str:
     """Return what precedes a field of the trainer's configuration in a job."""
     return "" if path.startswith(_OF_JOB) else "trainer."
 
 
-def _place_of_job(path: str) -> str:  # noqa: ARG001 - as `_place`
+def _format_place_of_job(path: str) -> str:  # noqa: ARG001 - as `_format_place`
     return ""
 
 
@@ -77,7 +77,7 @@ def _is_on(switch: Switch, path: str) -> str:
 
 
 def _build_rule(requirement: Requirement, *, trainer: bool) -> Rule:
-    place = _place if trainer else _place_of_job
+    place = _format_place if trainer else _format_place_of_job
     path = f"{place(requirement.field)}{requirement.field}"
     needs = " || ".join(_is_on(switch, f"{place(switch.field)}{switch.field}") for switch in requirement.switches)
     rule = f"!({_build_presence_test(path)}) || {needs}"
@@ -85,11 +85,11 @@ def _build_rule(requirement: Requirement, *, trainer: bool) -> Rule:
 
 
 def _build_conflict_rule(conflict: Conflict) -> Rule:
-    paths = [f"{_place(switch.field)}{switch.field}" for switch in conflict.switches]
+    paths = [f"{_format_place(switch.field)}{switch.field}" for switch in conflict.switches]
     rule = " && ".join(_is_on(switch, path) for switch, path in zip(conflict.switches, paths, strict=True))
     is_missing = any(switch.field == conflict.field and None in switch.on for switch in conflict.switches)
     reason = RefusalReason.REQUIRED if is_missing else RefusalReason.INVALID
-    return Rule(f"!({rule})", conflict.sentence, f".{_place(conflict.field)}{conflict.field}", reason=reason)
+    return Rule(f"!({rule})", conflict.sentence, f".{_format_place(conflict.field)}{conflict.field}", reason=reason)
 
 
 EFFECT_RULES: tuple[Rule, ...] = (

@@ -119,11 +119,13 @@ def describe_template_schema() -> dict[str, Any]:
         "A container.",
         {
             "image": _build_field("string", "Image of the container.", maxLength=1024),
-            "command": _list("Command of the container.", _build_field("string", "A word.", maxLength=32768), 256),
-            "ports": _list("Ports of the container.", port, 64),
+            "command": _build_list(
+                "Command of the container.", _build_field("string", "A word.", maxLength=32768), 256
+            ),
+            "ports": _build_list("Ports of the container.", port, 64),
         },
     )
-    containers = _list("Containers of the pod; the first one serves the port.", container, MAX_CONTAINERS)
+    containers = _build_list("Containers of the pod; the first one serves the port.", container, MAX_CONTAINERS)
     return {"spec": _open_object("Spec of the pod.", {"containers": containers})}
 
 
@@ -131,7 +133,7 @@ def _build_field(kind: str, description: str, **bounds: Any) -> dict[str, Any]:
     return {"type": kind, "description": description, **bounds}
 
 
-def _list(description: str, items: dict[str, Any], max_items: int) -> dict[str, Any]:
+def _build_list(description: str, items: dict[str, Any], max_items: int) -> dict[str, Any]:
     return _build_field("array", description, items=items, maxItems=max_items, **{"x-kubernetes-list-type": "atomic"})
 
 

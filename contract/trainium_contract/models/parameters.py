@@ -105,7 +105,7 @@ def layer_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
             f"self_attn.{projection}_proj", (outputs, hidden), unit, bias=shape.attention_bias
         )
     parameters += _build_row_parallel("self_attn.o_proj", (hidden, query), Unit.QUERY_HEADS, bias=shape.output_bias)
-    parameters += _query_key_norms(shape)
+    parameters += _build_query_key_norms(shape)
     parameters.append(_build_norm(shape, "post_attention_layernorm"))
     for projection in ("gate", "up"):
         parameters += _build_column_parallel(
@@ -133,7 +133,7 @@ def _build_row_parallel(module: str, size: tuple[int, int], unit: Unit, *, bias:
     )
 
 
-def _query_key_norms(shape: ModelShape) -> list[Parameter]:
+def _build_query_key_norms(shape: ModelShape) -> list[Parameter]:
     parameters = []
     initial = _choose_initial_norm(shape)
     for projection, heads, unit in (

@@ -53,7 +53,7 @@ def list_job_facts(view: JobView, *, ages: bool = True, with_bar: bool = False) 
         _build_phase_fact(view, ages=ages),
         Fact("Progress", _describe_progress(view, ages=ages, with_bar=with_bar)),
         Fact("Speed", _describe_speed(view)),
-        Fact("Size", _size(view)),
+        Fact("Size", _describe_size(view)),
         Fact("Workers", _describe_workers(view)),
         *(Fact("Role", _describe_role(role), role.message) for role in view.roles if not view.ended),
         Fact("Hangs", _HANG_DETECTION.get(view.status.read_text("hangDetection"), "")),
@@ -65,7 +65,7 @@ def list_job_facts(view: JobView, *, ages: bool = True, with_bar: bool = False) 
     )
 
 
-def step_text(view: JobView, *, ages: bool = True) -> str:
+def format_step(view: JobView, *, ages: bool = True) -> str:
     """Return the newest step, with its age if no newer one was reported for long."""
     step = f"step {view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"
     if not view.step_is_old:
@@ -113,11 +113,11 @@ def _describe_pending(view: JobView) -> str:
 
 def _describe_progress(view: JobView, *, ages: bool, with_bar: bool) -> str:
     if view.share is None:
-        return step_text(view, ages=ages) if view.step else ""
+        return format_step(view, ages=ages) if view.step else ""
     drawn = f"{format_bar(view.share, _BAR)}  " if with_bar else ""
     shows_eta = view.eta_seconds is not None and not view.stale
     remaining = f", {format_duration(view.eta_seconds)} left" if shows_eta else ""
-    return f"{drawn}{100 * view.share:.1f} %  {step_text(view, ages=ages)}{remaining}"
+    return f"{drawn}{100 * view.share:.1f} %  {format_step(view, ages=ages)}{remaining}"
 
 
 def _describe_speed(view: JobView) -> str:
@@ -130,7 +130,7 @@ def _describe_speed(view: JobView) -> str:
     return ", ".join(parts)
 
 
-def _size(view: JobView) -> str:
+def _describe_size(view: JobView) -> str:
     if not view.phase:
         return f"{view.requested} requested"
     parts = [f"{view.size} of {view.desired or view.requested} nodes"]

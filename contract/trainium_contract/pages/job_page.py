@@ -60,7 +60,7 @@ MAX_EVENTS = 100
 _MAX_MESSAGE_CHARACTERS = 240
 """Maximum number of characters of an interruption; `kubectl trn why` shows longer ones."""
 _TIME_STEPS = 200
-"""Number of steps into which `_time_range` divides a job's time to round its end."""
+"""Number of steps into which `_find_time_range` divides a job's time to round its end."""
 _SMALL_CHARTS = (
     ("Learning rate", "learning_rate"),
     ("Gradient norm", "grad_norm"),
@@ -230,7 +230,7 @@ def _render_history(report: JobReport, now: float) -> str:
     return f"<h2>Interruptions</h2>{drawn}{render_table(head, rows)}"
 
 
-def _time_range(report: JobReport, now: float) -> tuple[float, float]:
+def _find_time_range(report: JobReport, now: float) -> tuple[float, float]:
     """Return the creation time, and the end or the rounded present: a live page must not change at each request."""
     view = report.view
     times = [entry.at for entry in report.entries if entry.at is not None]
@@ -241,7 +241,7 @@ def _time_range(report: JobReport, now: float) -> tuple[float, float]:
 
 
 def _render_timeline_section(report: JobReport, now: float) -> str:
-    begin, end = _time_range(report, now)
+    begin, end = _find_time_range(report, now)
     workers = build_timeline(
         report.entries,
         report.pods,

@@ -232,7 +232,7 @@ def draw_timeline(begin: float, end: float, rows: Sequence[tuple[str, Sequence[S
     if not rows or end <= begin:
         return ""
     x_scale, bottom = LinearScale(begin, end, 0, 100), _ROW_HEIGHT * len(rows) + 8
-    ticks = [(x_scale.project(time), text) for time, text in time_ticks(begin, end)]
+    ticks = [(x_scale.project(time), text) for time, text in choose_time_ticks(begin, end)]
     parts = [f'<line x1="{x}%" y1="0" x2="{x}%" y2="{bottom}" class="grid"/>' for x, _ in ticks]
     parts += [
         *_place_labels(ticks, bottom + 16),
@@ -251,7 +251,7 @@ def draw_timeline(begin: float, end: float, rows: Sequence[tuple[str, Sequence[S
     return f'<div class="plot named">{_render_svg(bottom + 24, parts, label)}</div>'
 
 
-def time_ticks(begin: float, end: float) -> list[tuple[float, str]]:
+def choose_time_ticks(begin: float, end: float) -> list[tuple[float, str]]:
     """Return round times between two Unix times, at most nine, with their labels in UTC; each day is named once."""
     step = next((candidate for candidate in _TICK_SECONDS if (end - begin) / candidate <= _MAX_TICKS), None)
     if step is None:  # longer than any job

@@ -66,7 +66,7 @@ PodTemplate = Annotated[dict[str, Any], AfterValidator(_check_template)]
 def _find_mismatch(value: Any, shape: Any, place_prefix: str) -> str:
     wanted = shape if isinstance(shape, type) else type(shape)
     if not isinstance(value, wanted):
-        return f"{place_prefix} is {_name_of(value)} where {_NAMES[wanted]} belongs"
+        return f"{place_prefix} is {_read_name(value)} where {_NAMES[wanted]} belongs"
     if isinstance(value, list):
         parts = ((f"{place_prefix}[{number}]", inner, shape[0]) for number, inner in enumerate(value))
     elif isinstance(value, dict):
@@ -77,5 +77,5 @@ def _find_mismatch(value: Any, shape: Any, place_prefix: str) -> str:
     return next((mismatch for place, inner, part in parts if (mismatch := _find_mismatch(inner, part, place))), "")
 
 
-def _name_of(value: Any) -> str:
+def _read_name(value: Any) -> str:
     return "nothing" if value is None else _NAMES.get(type(value), f"{value!r:.40}")

@@ -77,14 +77,14 @@ class LoraConfig(ContractModel):
         """Return the rank of the adapter beside a module."""
         return _find_by_pattern(self.rank_pattern, module, self.rank)
 
-    def alpha_of(self, module: str) -> float:
+    def find_alpha(self, module: str) -> float:
         """Return the alpha of the adapter beside a module."""
         return _find_by_pattern(self.alpha_pattern, module, self.alpha)
 
-    def scale_of(self, module: str) -> float:
+    def find_scale(self, module: str) -> float:
         """Return the factor of the product of the adapter beside a module."""
         rank = self.rank_of(module)
-        return self.alpha_of(module) / (math.sqrt(rank) if self.rank_stabilized else rank)
+        return self.find_alpha(module) / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
 class ObjectiveKind(StrEnum):

@@ -87,7 +87,7 @@ def format_ranks(first: int, count: int) -> str:
     return f"{first}-{first + count - 1}" if count > 1 else f"{first}"
 
 
-def _rank(entry: StatusReader[Interruption]) -> int | None:
+def _read_rank(entry: StatusReader[Interruption]) -> int | None:
     rank = entry.read_integer("rank", -1)
     return None if rank < 0 else rank
 
@@ -113,5 +113,5 @@ def _read_entry(entry: StatusReader[Interruption]) -> InterruptionView:
         steps_lost=None if entry.read_number("stepsLost") is None else entry.read_integer("stepsLost"),
         pods_replaced=entry.read_integer("podsReplaced"),
         stages={name: stages[name] for name in STAGES if name in stages},
-        rank=_rank(entry),
+        rank=_read_rank(entry),
     )

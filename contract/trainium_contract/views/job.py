@@ -73,7 +73,7 @@ def build_job_view(
         total_steps=total,
         share=min(1.0, step / total) if total > 0 else None,
         eta_seconds=_estimate_remaining_seconds(status, goodput, total - step),
-        step_seconds=_step_seconds(status),
+        step_seconds=_read_step_seconds(status),
         loss=progress.read_number("loss"),
         reward_accuracy=progress.read_number("rewardAccuracy"),
         tokens_per_second=progress.read_number("tokensPerSecond"),
@@ -93,7 +93,7 @@ def build_job_view(
         restarts=restarts.read_integer("total"),
         restarts_by_cause=restarts.read_numbers("byCause"),
         verdict=status.read_text("verdict"),
-        changes=_changes(metadata, status),
+        changes=_list_changes(metadata, status),
         conditions=tuple(_read_condition(condition, now) for condition in status.read_parts("conditions")),
         alerts=tuple(
             AlertView(alert.read_text("kind"), alert.read_integer("step"), alert.read_text("message"))
@@ -196,7 +196,7 @@ def _read_role(role: StatusReader[RoleStatus]) -> RoleView:
     )
 
 
-def _changes(metadata: Mapping[str, Any], status: StatusReader[PublicStatus]) -> tuple[ChangeView, ...] | None:
+def _list_changes(metadata: Mapping[str, Any], status: StatusReader[PublicStatus]) -> tuple[ChangeView, ...] | None:
     """Return the operator's comparison; None for a spec that it has not observed yet."""
     record = status.read_part("failedSpec")
     is_observed = status.read_integer("observedGeneration") >= read_integer(metadata, "generation")
@@ -221,7 +221,7 @@ def _read_checkpoints(status: StatusReader[PublicStatus], now: float) -> Checkpo
     )
 
 
-def _step_seconds(status: StatusReader[PublicStatus]) -> float | None:
+def _read_step_seconds(status: StatusReader[PublicStatus]) -> float | None:
     """Return the reference step time of the present size."""
     size = status.read_integer("replicas")
     accounts = [
@@ -232,7 +232,7 @@ def _step_seconds(status: StatusReader[PublicStatus]) -> float | None:
 
 def _estimate_remaining_seconds(status: StatusReader[PublicStatus], goodput: GoodputView, left: int) -> float | None:
     """Estimate the remaining time: remaining steps at the reference step time, with the same share of lost time."""
-    reference = _step_seconds(status)
+    reference = _read_step_seconds(status)
     if reference is None or left <= 0 or status.read_text("phase") in {"Completed", "Failed", "Suspended"}:
         return None
     spent = goodput.wall_seconds - goodput.lost_by_stage.get("Startup", 0.0)

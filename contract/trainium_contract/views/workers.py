@@ -180,11 +180,11 @@ def build_rank_rows(
         note = records_or_reason if isinstance(records_or_reason, str) else ""
         for local in range(members.processes_per_node):
             rank = member.rank * members.processes_per_node + local
-            rows.append(_rank(rank, member, records.get(local), slow.get(member.pod), note, now))
+            rows.append(_build_rank_row(rank, member, records.get(local), slow.get(member.pod), note, now))
     return tuple(sorted(rows, key=_build_slowness_key))
 
 
-def _rank(
+def _build_rank_row(
     rank: int, member: MemberRow, record: Mapping[str, Any] | None, slowdown: float | None, note: str, now: float
 ) -> RankRow:
     if record is None:

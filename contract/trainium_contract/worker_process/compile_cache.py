@@ -86,7 +86,7 @@ class LocalCache:
     def has(self, key: str) -> bool:
         """Return whether all files of the key exist, by name and size."""
         entry = _read_entry(self._get_entry_file(key), key)
-        return entry is not None and all(_size(self.folder / file.path) == file.size for file in entry.files)
+        return entry is not None and all(_measure_size(self.folder / file.path) == file.size for file in entry.files)
 
     def list_finished_files(self) -> Iterator[Path]:
         """Yield the files that a compiler has finished."""
@@ -139,7 +139,7 @@ class SharedCache:
             # A compiler treats a folder with its marker as complete, so markers are copied last.
             for file in sorted(entry.files, key=lambda file: file.path.endswith(_FINISHED)):
                 target = _resolve_within(local.folder, file.path)
-                if _size(target) != file.size:
+                if _measure_size(target) != file.size:
                     self._copy_in(file, target)
         except DamagedError as damage:
             _log.warning("%s: it is set aside and compiled again", damage)
@@ -156,7 +156,7 @@ class SharedCache:
         entry = local.build_entry(key)
         for file in entry.files:
             target = self._get_file(file)
-            if _size(target) != file.size:
+            if _measure_size(target) != file.size:
                 _copy(local.folder / file.path, target, file.digest)
         _write_entry(self._get_entry_file(key), entry)
         local.mark_complete(entry)
@@ -280,7 +280,7 @@ def _resolve_within(folder: Path, path: str) -> Path:
     return folder / path
 
 
-def _size(path: Path) -> int:
+def _measure_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:

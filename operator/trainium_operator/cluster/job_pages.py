@@ -107,7 +107,9 @@ class JobPageData:
             _build_row(self._apply_refused_status(entry.view)) for key, entry in entries if namespace in ("", key[0])
         ]
 
-    def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., JobReport] | None:
+    def prepare_report(
+        self, namespace: str, name: str, *, pods: bool, members: bool
+    ) -> Callable[..., JobReport] | None:
         """Return a function that creates the report of a job in any thread; None without such a job.
 
         `pods`, `members`: whether the report includes them.
@@ -124,7 +126,7 @@ class JobPageData:
             curve.points,
             since,
         )
-        return partial(_report, snapshot)
+        return partial(_build_report, snapshot)
 
     def _apply_refused_status(self, record: JobRecord) -> JobRecord:
         return record if record.view is None else replace(record, view=self._caches.apply_refused_status(record.view))
@@ -168,7 +170,9 @@ class JobPageData:
         return build_event_views(page.get("items") or (), uid=uid)
 
 
-def _report(snapshot: _JobSnapshot, *, now: float, events: tuple[EventView, ...], notes: tuple[str, ...]) -> JobReport:
+def _build_report(
+    snapshot: _JobSnapshot, *, now: float, events: tuple[EventView, ...], notes: tuple[str, ...]
+) -> JobReport:
     job = _rebuild_job(snapshot.record)
     record = snapshot.membership() if snapshot.membership is not None else None
     members = build_members(record) if record is not None else None

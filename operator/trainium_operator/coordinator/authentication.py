@@ -19,6 +19,7 @@ from trainium_operator.http.tokens import read_bearer_token
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest
     from trainium_operator.plan.model.names import JobId
 
 
@@ -64,17 +65,17 @@ class Authenticator:
         self._find_job(caller)
         return caller
 
-    def check(self, caller: Caller, *, namespace: str, job: str, pod_name: str, pod_uid: str) -> JobId:
-        """Return the caller's job if the caller is the pod that it claims to be. Raises ForbiddenError."""
-        if (caller.pod_name, caller.pod_uid) != (pod_name, pod_uid):
+    def check(self, caller: Caller, message: RegisterRequest | HeartbeatRequest) -> JobId:
+        """Return the caller's job if the caller is the pod that the message names. Raises ForbiddenError."""
+        if (caller.pod_name, caller.pod_uid) != (message.pod_name, message.pod_uid):
             raise ForbiddenError(
                 f"the token was issued to pod {caller.pod_name}, and this message speaks for another pod"
             )
-        if caller.namespace != namespace:
-            raise ForbiddenError(f"the token belongs to namespace {caller.namespace}, not to {namespace}")
+        if caller.namespace != message.namespace:
+            raise ForbiddenError(f"the token belongs to namespace {caller.namespace}, not to {message.namespace}")
         owner = self._find_job(caller)
-        if (owner.namespace, owner.name) != (namespace, job):
-            raise ForbiddenError(f"pod {caller.pod_name} works for job {owner.name}, not for {job}")
+        if (owner.namespace, owner.name) != (message.namespace, message.job):
+            raise ForbiddenError(f"pod {caller.pod_name} works for job {owner.name}, not for {message.job}")
         return owner
 
     def _find_job(self, caller: Caller) -> JobId:

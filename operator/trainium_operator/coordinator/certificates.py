@@ -128,7 +128,7 @@ def _create_authority(moment: datetime) -> _Authority:
     key = ec.generate_private_key(ec.SECP256R1())
     serial = x509.random_serial_number()
     # The serial in the name distinguishes two authorities in one bundle.
-    name = _name(f"trainium-operator coordinator CA {serial:x}"[:64])
+    name = _build_name(f"trainium-operator coordinator CA {serial:x}"[:64])
     usage = x509.KeyUsage(
         digital_signature=True,
         content_commitment=False,
@@ -164,7 +164,7 @@ def _create_server(authority: _Authority, names: Sequence[str], moment: datetime
     issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     certificate = (
         x509.CertificateBuilder()
-        .subject_name(_name("trainium-operator coordinator"))
+        .subject_name(_build_name("trainium-operator coordinator"))
         .issuer_name(authority.certificate.subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
@@ -180,7 +180,7 @@ def _create_server(authority: _Authority, names: Sequence[str], moment: datetime
     return _encode_key(key), _encode_certificate(certificate)
 
 
-def _name(common_name: str) -> x509.Name:
+def _build_name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 

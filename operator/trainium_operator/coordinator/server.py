@@ -77,7 +77,7 @@ class CoordinatorServer:
     async def start(self, host: str, port: int, context: ssl.SSLContext | None) -> int:
         """Listen and return the port, which matters for port 0. Raises OSError."""
         self._sweeping = asyncio.create_task(self.streams.run())
-        return await self.http.open((web.get(STREAM_PATH, self._stream),), host, port, context)
+        return await self.http.open((web.get(STREAM_PATH, self._serve_stream),), host, port, context)
 
     async def stop(self) -> None:
         """End streams with 503 and close."""
@@ -86,18 +86,24 @@ class CoordinatorServer:
             self._sweeping.cancel()
         await self.http.close()
 
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
+    async def _serve_stream(self, request: web.Request) -> web.StreamResponse:
         caller = await self._authenticator.identify(request.headers.get("Authorization", ""))
         self.http.assign_connection(request, caller.pod_uid)
-        after = _number(request.query, "after", 0)
+        known_generation = _parse_number(request.query, "after", 0)
         if request.query.get("podUid", "") != caller.pod_uid:
             message = f"the token was issued to pod {caller.pod_name}, and this stream speaks for another pod"
             raise ForbiddenError(message)
         if request.headers.get("Upgrade", "").lower() != UPGRADE:
             return _build_error_response(426, f"ask for `Upgrade: {UPGRADE}`", headers={"Upgrade": UPGRADE})
         seconds = min(MAX_CONNECTION_SECONDS, caller.expires_at - time.time())
-        ends = asyncio.get_running_loop().time() + seconds
-        return Upgrade(UPGRADE, lambda closed: Stream(self.streams, caller, after=after, ends=ends, on_closed=closed))
+        expires_at = asyncio.get_running_loop().time() + seconds
+
+        def create_stream(on_closed: Callable[[], None]) -> Stream:
+            return Stream(
+                self.streams, caller, known_generation=known_generation, expires_at=expires_at, on_closed=on_closed
+            )
+
+        return Upgrade(UPGRADE, create_stream)
 
     async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -136,7 +142,7 @@ class CoordinatorServer:
         return self._is_serving()
 
 
-def _number(query: Mapping[str, str], key: str, default: int) -> int:
+def _parse_number(query: Mapping[str, str], key: str, default: int) -> int:
     text = query.get(key, str(default))
     if not text.isascii() or not text.isdigit() or len(text) > 9:
         raise BadMessageError(f"{key} must be a whole number from 0 to 999999999, not {text[:40]!r}")

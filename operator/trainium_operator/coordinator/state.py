@@ -189,7 +189,7 @@ class CoordinatorState:
         job = self._jobs.get(job_id)
         return job.membership if job else None
 
-    def change(self, job_id: JobId) -> MembershipChange | None:
+    def get_membership_change(self, job_id: JobId) -> MembershipChange | None:
         """Return the difference of the served membership to the previous one; None where that is not shorter."""
         job = self._jobs.get(job_id)
         return job.change if job else None
@@ -326,15 +326,15 @@ class CoordinatorState:
         old = agent.view.heartbeat
         if old is not None and old.generation == request.generation and request.attempt < old.attempt:
             return HeartbeatResult(is_urgent=False, has_progressed=False)
-        stepped = _step(request) > agent.step
-        moved = stepped or _stage_progress(request) != _stage_progress(old)
+        stepped = _get_step(request) > agent.step
+        moved = stepped or _get_stage_progress(request) != _get_stage_progress(old)
         first_step = stepped and agent.stepped != (request.generation, request.attempt)
         if stepped:
             agent.stepped = (request.generation, request.attempt)
         agent.view = replace(agent.view, heartbeat=request, joining_since=_find_joining_since(agent.view, request))
-        if _step(request) > agent.step:
-            agent.view = _add_steps(agent.view, _step(request) - agent.step, first_step=first_step)
-        agent.step = _step(request)
+        if _get_step(request) > agent.step:
+            agent.view = _add_steps(agent.view, _get_step(request) - agent.step, first_step=first_step)
+        agent.step = _get_step(request)
         is_urgent = (
             old is None
             or first_step
@@ -352,11 +352,11 @@ def _rebuild_registration(agent: _Agent) -> RegisterRequest:
     return agent.view.registration
 
 
-def _step(heartbeat: HeartbeatRequest | None) -> int:
+def _get_step(heartbeat: HeartbeatRequest | None) -> int:
     return heartbeat.progress.step if heartbeat is not None and heartbeat.progress is not None else -1
 
 
-def _stage_progress(heartbeat: HeartbeatRequest | None) -> float | None:
+def _get_stage_progress(heartbeat: HeartbeatRequest | None) -> float | None:
     return heartbeat.progress.stage_progress if heartbeat is not None and heartbeat.progress is not None else None
 
 

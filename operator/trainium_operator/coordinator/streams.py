@@ -69,22 +69,28 @@ class Stream(asyncio.Protocol):
         "_reader",
         "_streams",
         "_transport",
-        "after",
         "caller",
         "endpoints",
-        "ends",
+        "expires_at",
         "imported",
         "job_id",
+        "known_generation",
         "last_seen",
     )
 
     def __init__(
-        self, streams: Streams, caller: Caller, *, after: int, ends: float, on_closed: Callable[[], None]
+        self,
+        streams: Streams,
+        caller: Caller,
+        *,
+        known_generation: int,
+        expires_at: float,
+        on_closed: Callable[[], None],
     ) -> None:
-        """`after`: the generation that the agent has; `ends` by the loop's clock."""
+        """`known_generation`: the one that the agent has; `expires_at` by the loop's clock."""
         self.caller = caller
-        self.after = after
-        self.ends = ends
+        self.known_generation = known_generation
+        self.expires_at = expires_at
         self.endpoints: RoleEndpoints | None = None
         """The addresses of roles that were sent last."""
         self.imported: ImportedModules | None = None
@@ -135,7 +141,7 @@ class Stream(asyncio.Protocol):
         if kind == FrameKind.REGISTER:
             self.job_id, response = self._streams.register(self.caller, payload)
             if response.membership is not None:
-                self.after = max(self.after, response.membership.generation)
+                self.known_generation = max(self.known_generation, response.membership.generation)
             self._send(FrameKind.REGISTERED, response.model_dump_json(by_alias=True, exclude_none=True).encode())
             self._streams.send_current(self)
         elif self.job_id is None:
@@ -186,11 +192,11 @@ class Stream(asyncio.Protocol):
 
         `change` is the difference to the previous one, for an agent that has that.
         """
-        if self.job_id is None or self._transport is None or membership.generation <= self.after:
+        if self.job_id is None or self._transport is None or membership.generation <= self.known_generation:
             return 0
-        before, self.after = self.after, membership.generation
+        before, self.known_generation = self.known_generation, membership.generation
         encoded = self._streams.memberships.encode(self.job_id, membership)
-        if change is not None and (change.since, change.generation) == (before, self.after):
+        if change is not None and (change.since, change.generation) == (before, self.known_generation):
             return self._send(FrameKind.MEMBERSHIP_CHANGE, encoded.encode_change(change))
         if encoded.packed is not None:
             return self._send(FrameKind.PACKED_MEMBERSHIP, encoded.packed)
@@ -253,7 +259,7 @@ class Streams:
     def register(self, caller: Caller, body: bytes) -> tuple[JobId, RegisterResponse]:
         """Register an agent. Raises the errors of `find_message_error`."""
         message = read_message(RegisterRequest, body)
-        job_id = self._find_job(caller, message)
+        job_id = self.authenticator.check(caller, message)
         if self.state.register(job_id, message):
             about = {"namespace": message.namespace, "job": message.job, "node": message.node_name}
             logger.info("%s registered", message.pod_name, extra={**about, "pod": message.pod_name})
@@ -269,7 +275,7 @@ class Streams:
     def handle_heartbeat(self, caller: Caller, body: bytes) -> HeartbeatResponse:
         """Apply a heartbeat. Raises the errors of `find_message_error`."""
         message = read_message(HeartbeatRequest, body)
-        job_id = self._find_job(caller, message)
+        job_id = self.authenticator.check(caller, message)
         accepted = self.state.record_heartbeat(job_id, message)
         if accepted.is_urgent and accepted.before is not None:
             self.on_change(accepted.before, message)
@@ -280,15 +286,6 @@ class Streams:
             full_heartbeat_seconds=self.state.get_full_heartbeat_seconds(job_id),
             time=time.time(),
             job_failed=self.has_failed(job_id),
-        )
-
-    def _find_job(self, caller: Caller, message: RegisterRequest | HeartbeatRequest) -> JobId:
-        return self.authenticator.check(
-            caller,
-            namespace=message.namespace,
-            job=message.job,
-            pod_name=message.pod_name,
-            pod_uid=message.pod_uid,
         )
 
     def send_current(self, stream: Stream) -> int:
@@ -302,7 +299,7 @@ class Streams:
         membership, endpoints = self.state.get_membership(job_id), self.state.get_endpoints(job_id)
         pieces = 0 if endpoints is None else stream.send_endpoints(endpoints)
         if membership is not None:
-            pieces += stream.send_membership(membership, self.state.change(job_id))
+            pieces += stream.send_membership(membership, self.state.get_membership_change(job_id))
         imported = self.state.get_imported_modules(job_id, stream.caller.pod_uid)
         if imported is not None:
             pieces += stream.send_imported(imported)
@@ -335,7 +332,7 @@ class Streams:
         for stream in list(self.opened):
             if now - stream.last_seen > SILENT_SECONDS:
                 stream.abort()
-            elif now > stream.ends:
+            elif now > stream.expires_at:
                 stream.end(401, "this stream is over; open another")
 
     def close(self) -> None:

@@ -48,7 +48,9 @@ class Jobs(Protocol):
         """Return the jobs of a namespace; of all if it is empty."""
         ...
 
-    def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., JobReport] | None:
+    def prepare_report(
+        self, namespace: str, name: str, *, pods: bool, members: bool
+    ) -> Callable[..., JobReport] | None:
         """Return a function that creates a report from `now`, `events` and `notes`; None without the job."""
         ...
 
@@ -114,7 +116,7 @@ class Pages:
         }
         given = dict(zip(needs, await asyncio.gather(*(may(attributes) for attributes in needs.values())), strict=True))
         notes = [f"{part}: you may not {needs[part]}" for part, allowed in given.items() if not allowed]
-        report = self._jobs.report(namespace, name, pods=given["workers"], members=given["who trains"])
+        report = self._jobs.prepare_report(namespace, name, pods=given["workers"], members=given["who trains"])
         if report is None:
             raise web.HTTPNotFound(reason=f"there is no TrainingJob {name} in namespace {namespace}")
         events = await self._jobs.list_events(namespace, name) if given["events"] else ()

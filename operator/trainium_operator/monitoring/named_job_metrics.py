@@ -52,7 +52,7 @@ class NamedJobMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current figures."""
-        jobs = sorted(self._jobs(), key=_order)
+        jobs = sorted(self._jobs(), key=_build_sort_key)
         left_out = GaugeMetricFamily(self._prefix + "jobs_left_out", "Jobs without figures of their own")
         left_out.add_metric([], max(0, len(jobs) - self._max_jobs))
         yield left_out
@@ -145,6 +145,6 @@ def count_by_state(job: JobView, status: PublicStatus) -> tuple[tuple[str, float
     )
 
 
-def _order(item: tuple[JobView, PublicStatus]) -> tuple[bool, str, str]:
+def _build_sort_key(item: tuple[JobView, PublicStatus]) -> tuple[bool, str, str]:
     job, status = item
     return status.phase in _OVER, job.namespace, job.name

@@ -179,14 +179,18 @@ class TrainingRanks:
         for agent in self._list_reachable_agents():
             agent.set_phase(WorkerPhase.TRAINING, now)
         self.apply_slowest_node()
-        self._clock.call_at(training.step_end(training.newest_step + 1), lambda: self._report_first_new_step(epoch))
+        self._clock.call_at(
+            training.find_step_end(training.newest_step + 1), lambda: self._report_first_new_step(epoch)
+        )
 
     def _report_first_new_step(self, epoch: int) -> None:
         if epoch != self._epoch or self.training.state is not State.RUNNING:
             return
         training, now = self.training, self._clock.now
         if training.find_completed_step(now) <= training.newest_step:
-            self._clock.call_at(training.step_end(training.newest_step + 1), lambda: self._report_first_new_step(epoch))
+            self._clock.call_at(
+                training.find_step_end(training.newest_step + 1), lambda: self._report_first_new_step(epoch)
+            )
             return
         for agent in self._list_reachable_agents():
             agent.restarts = tuple(
@@ -368,10 +372,10 @@ class TrainingRanks:
             first_rank_pod=self.membership.members[0].pod_uid,
             last_step_at=step_end or None,
             step_seconds=training.current_step_seconds,
-            timings=self._step_timings(step - training.resume_step),
+            timings=self._list_step_timings(step - training.resume_step),
         )
 
-    def _step_timings(self, completed_steps: int) -> Mapping[float, StepTiming]:
+    def _list_step_timings(self, completed_steps: int) -> Mapping[float, StepTiming]:
         training = self.training
         step_seconds = training.compute_undisturbed_step_seconds(training.size)
         factors = {pod.slot.slowness for pod in self._workers.pods.values() if pod.slot is not None}

@@ -109,15 +109,15 @@ class Simulation:
         return self._build_result()
 
     def _record_day(self) -> None:
-        work_seconds = self._work_seconds()
+        work_seconds = self._compute_work_seconds()
         self._work_seconds_by_day.append(work_seconds - self._work_seconds_before)
         self._work_seconds_before = work_seconds
 
-    def _work_seconds(self) -> float:
+    def _compute_work_seconds(self) -> float:
         """Return the seconds that an undisturbed run of the full size would have taken for the kept steps."""
         training = self.ranks.training
         training.record_progress(self.clock.now)
-        return training.work_seconds()
+        return training.compute_work_seconds()
 
     def _end_job(self) -> None:
         """End the job after a verdict; a user recreates it after a while."""
@@ -305,7 +305,7 @@ class Simulation:
         if not self.operator.is_connected:
             self.operator.reconnect()
         self.operator.update_ledger()
-        work_seconds = self._work_seconds()
+        work_seconds = self._compute_work_seconds()
         self._add_ledger()
         assert self._earlier_ledger is not None
         return SimulationResult(

@@ -73,7 +73,7 @@ class Training:
         """Return the seconds of a step on this many nodes, without slow nodes and saves."""
         return self._stages.step_seconds * self._count_micro_batches(size) / self._full_size_micro_batches
 
-    def work_seconds(self) -> float:
+    def compute_work_seconds(self) -> float:
         """Return the seconds that all requested nodes would have needed for the samples of all new steps."""
         full_size = self._spec.workers.replicas
         samples = sum(count * self._count_samples_per_step(size) for size, count in self.new_steps_by_size.items())
@@ -116,7 +116,7 @@ class Training:
         completed = self.find_completed_step(now) - first
         return started_at + completed * self.current_step_seconds if completed else self.stopped_at
 
-    def step_end(self, step: int) -> float:
+    def find_step_end(self, step: int) -> float:
         """Return when a step will end if nothing fails."""
         started_at, first = self._run_start
         return started_at + (step - first) * self.current_step_seconds
@@ -159,7 +159,7 @@ class Training:
         if self.state is State.RUNNING:
             step = self.find_completed_step(now)
             self.stopped_at = self.find_completed_step_end(now)
-            completed_share = (now - self.step_end(step)) / self.current_step_seconds
+            completed_share = (now - self.find_step_end(step)) / self.current_step_seconds
             self.slowness = slowness
             self._run_start = (now - max(0.0, completed_share) * self.current_step_seconds, step)
         self.slowness = slowness

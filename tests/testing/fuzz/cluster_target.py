@@ -223,7 +223,7 @@ def _render_pages(operator: OperatorHarness, events: list[Json]) -> None:
     rows = operator.job_page_data.list_rows(NAMESPACE)
     pages = [render_live_jobs(rows, operator.now, where="namespace team", root="/ui")]
     for key in list(operator.caches.jobs.store.snapshot()):
-        report = operator.job_page_data.report(*key, pods=True, members=True)
+        report = operator.job_page_data.prepare_report(*key, pods=True, members=True)
         if report is not None:
             pages.append(
                 render_live_job(report(now=operator.now, events=views, notes=()), operator.now, jobs="/ui/team")

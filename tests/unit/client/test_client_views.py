@@ -26,7 +26,7 @@ from trainium_client.render.tables import (
 )
 from trainium_client.views.interruption_report import MAX_LINES, explain_interruption
 from trainium_client.views.machines import find_machine, parse_machines
-from trainium_client.views.sizes import list_scaling_rows, size_rows
+from trainium_client.views.sizes import list_scaling_rows, list_size_rows
 from trainium_contract.pages.facts import list_job_facts
 from trainium_contract.pages.formatting import format_duration
 from trainium_contract.pages.job_page import JobReport, report_html
@@ -545,7 +545,7 @@ def test_nodes_that_save_no_pass_are_one_row() -> None:
             "parallelism": {"tensor": 8},
         }
     }
-    rows = size_rows(job)
+    rows = list_size_rows(job)
     assert [(row.min_nodes, row.max_nodes, row.trains, row.micro_batches) for row in rows] == [
         (128, 128, 128, 2),
         (86, 127, 86, 3),
@@ -557,7 +557,7 @@ def test_nodes_that_save_no_pass_are_one_row() -> None:
     job["spec"]["trainer"]["batch"]["tolerance"] = 0.01
     job["spec"]["precompile"] = {"enabled": True, "sizes": "Background"}
     job["status"] = {"compiled": {"sizes": [86, "many", [3]]}}
-    assert [(row.min_nodes, row.trains, row.batch, row.compiled) for row in size_rows(job)] == [
+    assert [(row.min_nodes, row.trains, row.batch, row.compiled) for row in list_size_rows(job)] == [
         (128, 128, 1024, True),
         (127, 127, 1016, False),
         (86, 86, 1032, True),
@@ -574,7 +574,7 @@ def test_sizes_above_the_requested_one_are_marked_as_idle_nodes() -> None:
             "elasticity": {"idleNodes": "Take"},
         }
     }
-    rows = size_rows(job)
+    rows = list_size_rows(job)
     assert [(row.trains, row.speed, row.uses_idle_nodes) for row in rows] == [
         (4, 2.0, True),
         (3, 1.5, True),

@@ -18,7 +18,7 @@ from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_client.render.page import render_text
 from trainium_client.render.status import render_status
 from trainium_client.render.tables import render_goodput, render_scaling, render_sizes
-from trainium_client.views.sizes import list_scaling_rows, size_rows
+from trainium_client.views.sizes import list_scaling_rows, list_size_rows
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.pages.formatting import format_duration, format_percent
 from trainium_contract.pages.job_page import JobReport, report_html
@@ -61,7 +61,7 @@ def pages() -> dict[str, str]:
     def shown() -> Iterator[tuple[str, Any]]:
         yield "status", render_status(view(), now=now, width=200)
         yield "goodput", render_goodput(view().goodput, 200)
-        yield "sizes", render_sizes(size_rows(job()), 200)
+        yield "sizes", render_sizes(list_size_rows(job()), 200)
         yield "scaling", render_scaling(list_scaling_rows(job()), 200)
 
     texts = {command: render_text(page, width=200, colour=False) for command, page in shown()}

@@ -10,8 +10,8 @@ from trainium_contract.base import ContractModel, derived
 from trainium_contract.definition.crd import (
     SchemaError,
     build_custom_resource_definition,
+    build_model_schema,
     build_object_schema,
-    model_schema,
 )
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.internal import INTERNAL_KEY, list_internal_fields
@@ -86,7 +86,7 @@ def test_a_derived_default_is_neither_stored_nor_written() -> None:
         tolerance: float = derived(0.0, ge=0, le=0.5)
         """Second."""
 
-    schema = model_schema(Batch, "spec.batch", strict=True)
+    schema = build_model_schema(Batch, "spec.batch", strict=True)
     assert "default" in schema["properties"]["size"]
     tolerance = schema["properties"]["tolerance"]
     assert "default" not in tolerance
@@ -94,7 +94,7 @@ def test_a_derived_default_is_neither_stored_nor_written() -> None:
     assert Batch().tolerance == 0.0
     assert Batch.model_validate({"tolerance": 0.0}).to_wire() == {"size": 8}
     assert Batch(tolerance=0.1).to_wire() == {"size": 8, "tolerance": 0.1}
-    assert not model_schema(Derived, "spec.derived", strict=True).get("default"), (
+    assert not build_model_schema(Derived, "spec.derived", strict=True).get("default"), (
         "an object with only derived fields has no default"
     )
 
@@ -255,4 +255,4 @@ class Alternatives(ContractModel):
 )
 def test_a_model_without_a_structural_schema_raises_schema_error(model: type[ContractModel], sentence: str) -> None:
     with pytest.raises(SchemaError, match=sentence):
-        model_schema(model, "spec", strict=True)
+        build_model_schema(model, "spec", strict=True)

@@ -211,7 +211,7 @@ def cause_rows() -> Iterator[str]:
             f"budget {getattr(get_budget(cause), 'value', 'none')}",
             "suspects its node" * suspects_node(cause),
             "recorded" * failure_budgets.is_recorded(cause, recovery),
-            "takes a worker" * failure_budgets._cost_a_worker(lost),
+            "takes a worker" * failure_budgets._is_worker_lost(lost),
             "the user's" * (cause in USER_CAUSES) + "no fault" * (cause in NO_FAULT_CAUSES),
             f"stops as {failure_policy.get_verdict_reason(cause)}",
             row.sentence,

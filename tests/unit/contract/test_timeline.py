@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.testing.api.recorded_jobs import NOW, recorded_object
 from tests.testing.page.html_page import Page
 from trainium_contract.pages.job_page import JobReport, render_live_job, report_html
-from trainium_contract.pages.svg import Span, draw_timeline, time_ticks
+from trainium_contract.pages.svg import Span, choose_time_ticks, draw_timeline
 from trainium_contract.status import ledger
 from trainium_contract.views.interruptions import STAGES, InterruptionView, read_interruptions
 from trainium_contract.views.job import build_job_view
@@ -174,14 +174,14 @@ def test_a_page_shows_each_workers_states_and_what_is_not_recorded() -> None:
     ],
 )
 def test_an_axis_has_round_times_and_names_each_new_day(begin: float, length: float, words: list[str]) -> None:
-    marks = time_ticks(begin, begin + length)
+    marks = choose_time_ticks(begin, begin + length)
     assert [label for _, label in marks][: len(words)] == words
     assert 2 <= len(marks) <= 9
 
 
 @given(st.floats(0, 2e9, allow_subnormal=False), st.floats(0.5, 1e9))
 def test_time_marks_are_ordered_and_in_range(begin: float, length: float) -> None:
-    times = [time for time, _ in time_ticks(begin, begin + length)]
+    times = [time for time, _ in choose_time_ticks(begin, begin + length)]
     assert times == sorted(set(times))
     assert all(begin <= time <= begin + length for time in times)
     assert len(times) <= 9

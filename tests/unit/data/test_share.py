@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
 from tests.testing.trainer.data_files import TokenRange, read_batch
-from trainium_contract.sizes import BatchShape, SizeRule, count_micro_batches, order_by_likelihood, step_batch_size
+from trainium_contract.sizes import (
+    BatchShape,
+    SizeRule,
+    compute_step_batch_size,
+    count_micro_batches,
+    order_by_likelihood,
+)
 from trainium_trainer.backends.mesh import find_coordinates
 from trainium_trainer.data.batches.samples import RankSamples, SampleRules, Samples, Share, TextSampleSource
 from trainium_trainer.data.loader import Loader
@@ -181,7 +187,7 @@ def test_a_step_has_the_nearest_divisible_batch_within_the_tolerance_else_the_gl
     global_size: int, micro_size: int, dp_size: int, tolerance: float
 ) -> None:
     rows = micro_size * dp_size
-    batch = step_batch_size(global_size, micro_size, dp_size, tolerance)
+    batch = compute_step_batch_size(global_size, micro_size, dp_size, tolerance)
     even = range(rows, 2 * global_size + rows + 1, rows)
     nearest = min(even, key=lambda count: abs(count - global_size))
     difference = Fraction(abs(nearest - global_size), global_size)
@@ -190,7 +196,7 @@ def test_a_step_has_the_nearest_divisible_batch_within_the_tolerance_else_the_gl
         assert difference <= Fraction(round(tolerance * 10**6), 10**6)
     elif nearest != global_size:
         assert difference > Fraction(round(tolerance * 10**6), 10**6)
-    assert step_batch_size(global_size, micro_size, dp_size) == global_size
+    assert compute_step_batch_size(global_size, micro_size, dp_size) == global_size
 
 
 @given(SHAPES)

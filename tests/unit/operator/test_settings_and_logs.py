@@ -10,7 +10,7 @@ from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.coordinator import server
 from trainium_operator.http import listener
 from trainium_operator.logs import LIMITED_LOGGERS, MAX_LINES, LineLimitFilter, configure_logs
-from trainium_operator.settings import Settings, parse_settings, process_identity
+from trainium_operator.settings import Settings, create_process_identity, parse_settings
 
 
 def test_defaults_need_no_arguments() -> None:
@@ -120,8 +120,8 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str], monkeypatc
 
 def test_the_lease_identity_is_stable_within_a_pod() -> None:
     pod = {"POD_NAME": "operator-0", "POD_UID": "u"}
-    assert process_identity(pod) == process_identity(pod)
-    assert process_identity({}) != process_identity({})
+    assert create_process_identity(pod) == create_process_identity(pod)
+    assert create_process_identity({}) != create_process_identity({})
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def test_adapters_of_peft_are_read_under_the_names_of_parameters(
         adapter.fill(name, (1, 1), corner)
         assert torch.equal(corner, saved[f"base_model.model.{name}"][1:3, 1:4])
     layer = model.get_submodule(f"base_model.model.{trainable.adapters[0]}")
-    assert settings.lora.scale_of(trainable.adapters[0]) == layer.scaling["default"]
+    assert settings.lora.find_scale(trainable.adapters[0]) == layer.scaling["default"]
 
 
 def test_ranks_alphas_and_lengths_of_single_targets_are_read_as_peft_saves_them(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_ranks_alphas_and_lengths_of_single_targets_are_read_as_peft_saves_them(
         assert torch.equal(adapter.read(name), saved)
     for module in adapter.targets:
         layer = model.get_submodule(f"base_model.model.{module}")
-        assert settings.lora.scale_of(module) == layer.scaling["default"]
+        assert settings.lora.find_scale(module) == layer.scaling["default"]
     adapter.check(settings, shape)
     for other, sentence in (
         (

@@ -230,7 +230,7 @@ async def test_old_and_silent_streams_are_closed(
     old, silent = await coordinator.open_registered_stream("w-0"), await coordinator.open_registered_stream("w-1")
     for stream in coordinator.server.streams.opened:
         if stream.caller.pod_uid == "uid-w-0":
-            stream.ends = 0.0
+            stream.expires_at = 0.0
         else:
             stream.last_seen -= streams.SILENT_SECONDS + 1
     coordinator.server.streams.sweep()
@@ -242,7 +242,7 @@ async def test_a_stream_ends_with_its_token(coordinator: StreamCoordinator) -> N
     token = ISSUER.token("w-0", exp=time.time() + 60)
     assert (await coordinator.open_stream(Authorization=f"Bearer {token}")).status == SWITCHING
     (opened,) = coordinator.server.streams.opened
-    assert opened.ends - asyncio.get_running_loop().time() <= 60
+    assert opened.expires_at - asyncio.get_running_loop().time() <= 60
 
 
 async def test_the_stream_of_an_agent_that_does_not_read_is_closed(

@@ -256,7 +256,7 @@ async def test_the_loss_curve_follows_the_job() -> None:
             step=step, loss=loss))  # fmt: skip
         await caches.jobs.refresh()
         page_data.sample()
-    render = page_data.report("team", "llama", pods=True, members=True)
+    render = page_data.prepare_report("team", "llama", pods=True, members=True)
     assert render is not None
     report = render(now=NOW, events=(), notes=())
     assert [(point.step, point.loss) for point in report.curve] == [(10, 5.0), (15, 4.5)]
@@ -264,7 +264,7 @@ async def test_the_loss_curve_follows_the_job() -> None:
     cluster.remove(JOBS, "team", "llama")
     await caches.jobs.refresh()
     page_data.sample()
-    assert page_data.report("team", "llama", pods=True, members=True) is None
+    assert page_data.prepare_report("team", "llama", pods=True, members=True) is None
     assert len(page_data._curves) == 1, "the curve of the other job"
 
 

@@ -118,7 +118,7 @@ class ArtifactInputs:
 
     def _plan_model(self, dtype: str, max_file_bytes: int | None) -> ArtifactPlan:
         sizes = parameter_sizes(self.unpadded_shape)
-        result = MergedParameters(self.trained, self.names, self.base, self.tuning.lora.scale_of)
+        result = MergedParameters(self.trained, self.names, self.base, self.tuning.lora.find_scale)
         result.check(sizes)
 
         def small_files() -> dict[str, bytes]:
@@ -143,7 +143,7 @@ class ArtifactInputs:
     def _plan_adapter(self) -> ArtifactPlan:
         shape = self.unpadded_shape
         sizes = dict(select_trainable(shape, self.tuning).sizes)
-        result = MergedParameters(self.trained, self.names, None, self.tuning.lora.scale_of)
+        result = MergedParameters(self.trained, self.names, None, self.tuning.lora.find_scale)
         result.check(sizes)
         shared = shape.tie_embeddings and EMBEDDING in sizes
         if shared:

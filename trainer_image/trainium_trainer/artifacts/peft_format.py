@@ -49,7 +49,7 @@ def create_adapter_config(lora: LoraConfig, names: Collection[str], linears: Ite
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
         "rank_pattern": {name: lora.rank_of(name) for name in modules if lora.rank_of(name) != lora.rank},
-        "alpha_pattern": {name: lora.alpha_of(name) for name in modules if lora.alpha_of(name) != lora.alpha},
+        "alpha_pattern": {name: lora.find_alpha(name) for name in modules if lora.find_alpha(name) != lora.alpha},
         "use_dora": lora.dora,
         "use_rslora": lora.rank_stabilized,
         "target_modules": shorten_names(modules, linears),

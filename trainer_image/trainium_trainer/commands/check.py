@@ -253,7 +253,7 @@ def _describe_tuning(settings: Settings) -> list[str]:
     lora = tuning.lora
     ranks, scales = (
         " or ".join(f"{value:g}" for value in sorted({of(name) for name in trainable.adapters}))
-        for of in (lora.rank_of, lora.scale_of)
+        for of in (lora.rank_of, lora.find_scale)
     )
     kind = "DoRA" if lora.dora else "LoRA"
     return [f"tuning: {kind} of rank {ranks} on {len(trainable.adapters)} layers, scale {scales}; {share} are trained"]

@@ -18,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
-from trainium_contract.sizes import count_micro_batches, step_batch_size
+from trainium_contract.sizes import compute_step_batch_size, count_micro_batches
 from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.optimizer import OptimizerKind
@@ -87,7 +87,7 @@ class Settings:
     def batch(self) -> int:
         """The samples of one step over all ranks."""
         batch = self.config.batch
-        return step_batch_size(batch.global_size, batch.micro_size, self.dp_size, batch.tolerance)
+        return compute_step_batch_size(batch.global_size, batch.micro_size, self.dp_size, batch.tolerance)
 
     @property
     def passes(self) -> int:

@@ -56,7 +56,7 @@ class AdaptedLinear(Linear):
         self.lora_B = Linear(rank, outputs)
         self.lora_magnitude_vector = Magnitude(outputs) if lora.dora else None
         self._dropout = lora.dropout
-        self._scale = lora.scale_of(name)
+        self._scale = lora.find_scale(name)
         self._key = hash_module_name(name)
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:

@@ -306,7 +306,7 @@ class AdapterWeights:
         ranks, alphas = bool(lora.rank_pattern or config.rank_pattern), bool(lora.alpha_pattern or config.alpha_pattern)
         numbers: tuple[tuple[str, float, float, bool], ...] = (
             ("rank", lora.rank_of(target), config.find_rank(target), ranks),
-            ("alpha", lora.alpha_of(target), config.find_alpha(target), alphas),
+            ("alpha", lora.find_alpha(target), config.find_alpha(target), alphas),
         )
         for setting, ours, stored, differs_by_target in numbers:
             if ours == stored:

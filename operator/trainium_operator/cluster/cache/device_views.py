@@ -68,7 +68,7 @@ def parse_claim_template(raw: Json) -> str:
     return uid
 
 
-def slice_view(raw: Json) -> SliceView:
+def parse_slice(raw: Json) -> SliceView:
     """Parse a ResourceSlice."""
     spec = as_mapping(raw.get("spec"))
     pool = as_mapping(spec.get("pool"))

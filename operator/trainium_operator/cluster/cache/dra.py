@@ -18,7 +18,7 @@ from trainium_operator.cluster.cache.device_views import (
     SliceView,
     claim_view,
     parse_claim_template,
-    slice_view,
+    parse_slice,
 )
 from trainium_operator.cluster.cache.inventory import Inventory
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
@@ -58,7 +58,7 @@ class Dra:
         self.claims: Reflector[ClaimView] = Reflector(
             api, CLAIMS, claim_view, namespaces=Namespaces(namespaces or EVERYWHERE)
         )
-        self.slices: Reflector[SliceView] = Reflector(api, SLICES, slice_view)
+        self.slices: Reflector[SliceView] = Reflector(api, SLICES, parse_slice)
         self.offered = OptionalApi(enabled, self.templates, self.claims, self.slices)
         self.inventory = Inventory(self.slices.store, self.claims.store)
 

@@ -33,7 +33,7 @@ class Inventory:
         self._free: dict[str, int] = {}
         self._tainted: set[str] = set()
         """Nodes with a tainted device. Almost none, and each plan asks for the taints of all its pods."""
-        slices.listen(self._slice_changed)
+        slices.listen(self._handle_slice_change)
         claims.listen(self._claim_changed)
 
     def list_nodes(self) -> Iterator[str]:
@@ -58,7 +58,7 @@ class Inventory:
             for taint in view.devices.get(device, ())
         )
 
-    def _slice_changed(self, key: Key, old: Entry[SliceView] | None, new: Entry[SliceView] | None) -> None:
+    def _handle_slice_change(self, key: Key, old: Entry[SliceView] | None, new: Entry[SliceView] | None) -> None:
         for entry in (old, new):
             if entry is not None and entry.view.node:
                 self._slices[entry.view.node].pop(key, None)
@@ -66,7 +66,7 @@ class Inventory:
             self._slices[new.view.node][key] = new.view
             self._node_of[new.view.pool] = new.view.node
         for node in {entry.view.node for entry in (old, new) if entry is not None and entry.view.node}:
-            self._count(node)
+            self._recount_node(node)
 
     def _claim_changed(self, key: Key, old: Entry[ClaimView] | None, new: Entry[ClaimView] | None) -> None:
         before, after = old.view.held if old is not None else (), new.view.held if new is not None else ()
@@ -83,7 +83,7 @@ class Inventory:
         for device in after:
             self._holders[device] += 1
         for node in {self._node_of.get(pool, "") for pool, _ in before + after} - {""}:
-            self._count(node)
+            self._recount_node(node)
 
     def _list_newest_slices(self, node: str) -> list[SliceView]:
         """Return the slices of a node, without those of a pool that a newer generation has replaced."""
@@ -93,7 +93,7 @@ class Inventory:
             newest[view.pool] = max(view.generation, newest.get(view.pool, 0))
         return [view for view in views if view.generation == newest[view.pool]]
 
-    def _count(self, node: str) -> None:
+    def _recount_node(self, node: str) -> None:
         if not self._slices.get(node):
             self._slices.pop(node, None)
             self._free.pop(node, None)

@@ -33,7 +33,8 @@ def parse_workload(raw: Json) -> quota.WorkloadView:
         version=metadata["resourceVersion"],
         part=int(annotations[names.ANNOTATION_PART]),
         requested_pods={
-            as_text(pod_set.get("name")): _count(pod_set, default=1) for pod_set in as_mappings(spec.get("podSets"))
+            as_text(pod_set.get("name")): _parse_count(pod_set, default=1)
+            for pod_set in as_mappings(spec.get("podSets"))
         },
         content_hash=as_text(annotations.get(names.ANNOTATION_CONTENT_HASH)),
         active=spec.get("active") is not False,
@@ -89,10 +90,10 @@ def _parse_condition(raw: Json) -> quota.WorkloadConditionView:
 
 def _grant(raw: Json) -> quota.PodSetGrant:
     flavors = tuple(dict.fromkeys(as_texts(raw.get("flavors")).values()))
-    return quota.PodSetGrant(name=as_text(raw.get("name")), count=_count(raw, default=0), flavors=flavors)
+    return quota.PodSetGrant(name=as_text(raw.get("name")), count=_parse_count(raw, default=0), flavors=flavors)
 
 
-def _count(raw: Json, *, default: int) -> int:
+def _parse_count(raw: Json, *, default: int) -> int:
     count = as_integer(raw.get("count"))
     return default if count is None else count
 

@@ -51,7 +51,7 @@ class CreationBackoff:
         places: dict[str, _Pause] = self._pauses.get(job_uid, {})
         return next((places[place].message for place in sorted(places, key=lambda place: place != PODS.kind)), "")
 
-    def name_conflicts(self, job_uid: str) -> Mapping[str, str]:
+    def list_name_conflicts(self, job_uid: str) -> Mapping[str, str]:
         """Return other owners' objects with a name that the job needs: `Kind/name` -> a sentence."""
         conflicts = self._name_conflicts.get(job_uid)
         return dict(conflicts) if conflicts is not None else {}

@@ -18,7 +18,7 @@ from trainium_operator.plan.model.observed import (
 from trainium_operator.plan.report.write_throttle import is_only_progress_change
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from trainium_operator.cluster.cache.caches import Caches
     from trainium_operator.cluster.cache.device_views import SliceView
@@ -87,7 +87,7 @@ class Observer:
             now=self.wall_clock(),
             create_after=self.creation_backoff.get_blocked_until(job.uid),
             creation_refusal=self.creation_backoff.find_refusal(job.uid),
-            name_conflicts=self.creation_backoff.name_conflicts(job.uid),
+            name_conflicts=self.creation_backoff.list_name_conflicts(job.uid),
             policies_listed=caches.network_policies is not None and caches.network_policies.answered,
             refusals=self.outcomes.list_refusals(job.uid),
             strays=tuple(
@@ -136,8 +136,31 @@ def _list_member_nodes(record: ChildRecord | None) -> set[str]:
     return set() if membership is None else {member.node_name for member in membership.members}
 
 
+class _JobsByNode:
+    """The jobs that have pods on a node."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, dict[Key, Key]] = {}
+        """By node and pod."""
+
+    def list_jobs(self, node: str) -> Collection[Key]:
+        """Return the job of each pod on this node."""
+        return self._jobs.get(node, {}).values()
+
+    def handle_pod_change(self, key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
+        """Record on which node the pod is now."""
+        if old is not None and (new is None or new.view.node != old.view.node):
+            jobs = self._jobs.get(old.view.node, {})
+            jobs.pop(key, None)
+            if not jobs:
+                self._jobs.pop(old.view.node, None)
+        if new is not None and new.view.node and new.owner is not None:
+            self._jobs.setdefault(new.view.node, {})[key] = (new.owner.namespace, new.owner.name)
+
+
 def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], limiter: PlanRateLimiter) -> None:
     """Enqueue a job whenever something that its plan can see has changed."""
+    jobs_by_node = _JobsByNode()
 
     def handle_job_change(key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
         if old is None or new is None or not _is_unchanged_for_plans(old.view, new.view):
@@ -160,44 +183,33 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], limiter: PlanRateLi
         # Until the first generation nothing trains, and the exact count of started pods is not urgent.
         limiter.put(job, urgent=has_generation or not _is_only_start(old, new))
 
-    on_node: dict[str, dict[Key, Key]] = {}  # node -> worker pod -> job
-
-    def handle_pod_move(key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
-        if old is not None and (new is None or new.view.node != old.view.node):
-            pods = on_node.get(old.view.node, {})
-            pods.pop(key, None)
-            if not pods:
-                on_node.pop(old.view.node, None)
-        if new is not None and new.view.node and new.owner is not None:
-            on_node.setdefault(new.view.node, {})[key] = (new.owner.namespace, new.owner.name)
-
     def handle_node_change(key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
         if old is not None and new is not None and old.view == new.view:
             return
-        for job in on_node.get(key[1], {}).values():
+        for job in jobs_by_node.list_jobs(key[1]):
             limiter.put(job)
 
-    def slice_changed(_key: Key, old: Entry[SliceView] | None, new: Entry[SliceView] | None) -> None:
+    def handle_slice_change(_key: Key, old: Entry[SliceView] | None, new: Entry[SliceView] | None) -> None:
         if old is not None and new is not None and old.view == new.view:
             return
         for node in {entry.view.node for entry in (old, new) if entry is not None}:
-            for job in on_node.get(node, {}).values():
+            for job in jobs_by_node.list_jobs(node):
                 limiter.put(job)
 
     caches.jobs.store.listen(handle_job_change)
     caches.pods.listen_to_strays(limiter.put)
-    caches.pods.store.listen(handle_pod_move)
+    caches.pods.store.listen(jobs_by_node.handle_pod_change)
     caches.pods.store.listen(handle_pod_change)
     caches.config_maps.store.listen(handle_child_change)
     caches.disruption_budgets.store.listen(handle_child_change)
     if caches.network_policies is not None:
         caches.network_policies.store.listen(handle_child_change)
     caches.services.store.listen(handle_child_change)
-    caches.other_pods.store.listen(handle_pod_move)
+    caches.other_pods.store.listen(jobs_by_node.handle_pod_change)
     caches.other_pods.store.listen(handle_child_change)
     caches.kueue.workloads.store.listen(handle_owned_change)
     caches.dra.templates.store.listen(handle_owned_change)
-    caches.dra.slices.store.listen(slice_changed)
+    caches.dra.slices.store.listen(handle_slice_change)
     if caches.nodes is not None:
         caches.nodes.store.listen(handle_node_change)
 

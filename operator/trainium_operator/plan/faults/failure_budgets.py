@@ -93,7 +93,7 @@ def _count_incidents(records: Sequence[FailureRecord]) -> int:
 
     Several workers that fail within seconds are one; each restart in place is one.
     """
-    lost_at = [record.at for record in records if _cost_a_worker(record)]
+    lost_at = [record.at for record in records if _is_worker_lost(record)]
     count, incident_at = len(records) - len(lost_at), -ONE_INCIDENT_SECONDS
     for at in sorted(lost_at):
         if at >= incident_at + ONE_INCIDENT_SECONDS:
@@ -101,7 +101,7 @@ def _count_incidents(records: Sequence[FailureRecord]) -> int:
     return count
 
 
-def _cost_a_worker(record: FailureRecord) -> bool:
+def _is_worker_lost(record: FailureRecord) -> bool:
     return bool(record.node) or get_default_responses(record.cause).first is not Response.RESTART_IN_PLACE
 
 
@@ -130,7 +130,7 @@ def find_backoff_end(failures: tuple[FailureRecord, ...], now: float) -> float:
     seconds count once, or a job that loses all of its pods at once would wait for minutes.
     """
     since = now - _BACKOFF_WINDOW_SECONDS
-    recent = [record for record in failures if record.at > since and not record.node and _cost_a_worker(record)]
+    recent = [record for record in failures if record.at > since and not record.node and _is_worker_lost(record)]
     excess = _count_incidents(recent) - _FREE_FAILURES
     if excess <= 0:
         return now

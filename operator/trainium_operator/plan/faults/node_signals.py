@@ -78,7 +78,7 @@ def find_node_problems(node: NodeView, demand: PodRequirements | None = None) ->
         *(problem for condition in node.conditions for problem in _find_condition_problems(condition)),
         *_find_capacity_problems(node, demand),
         *(problem for taint in node.taints for problem in _taint_problems(taint, demand)),
-        *_label_problems(node),
+        *_find_label_problems(node),
     ]
     if node.deleting:
         problems.append(NodeProblem(Severity.DRAIN, Cause.PREEMPTED, "deletion", "the node is being deleted"))
@@ -157,7 +157,7 @@ def tolerates(tolerations: tuple[Mapping[str, object], ...], taint: Taint) -> bo
     return False
 
 
-def _label_problems(node: NodeView) -> Iterator[NodeProblem]:
+def _find_label_problems(node: NodeView) -> Iterator[NodeProblem]:
     """Yield the verdicts of HyperPod; a node in its deep check only takes no new workers."""
     status = node.labels.get(names.LABEL_HYPERPOD_HEALTH, "Schedulable")
     if status.startswith("Unschedulable"):

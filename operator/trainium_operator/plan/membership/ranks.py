@@ -121,7 +121,7 @@ def _order_first_units(workers: Sequence[Worker], size: int, placement: RankPlac
     firsts = [_find_representative(unit, placement) for unit in units.values()]
     chosen = order_first_ranks(firsts, size // placement.unit_nodes, replace(placement, unit_nodes=1))
     ordered = (
-        sorted(units[find_unit(first.pod)], key=lambda unit_worker: _order(unit_worker.pod.node, placement))
+        sorted(units[find_unit(first.pod)], key=lambda unit_worker: _build_sort_key(unit_worker.pod.node, placement))
         for first in chosen
     )
     return tuple(worker for unit in ordered for worker in unit)
@@ -145,7 +145,7 @@ def _assign_units(
     for first in firsts:
         unit = placement.units[first.pod_uid]
         by_place = {member.node_rank % count: member for member in staying.get(unit, ())}
-        joining = sorted(units.get(unit, ()), key=lambda worker: _order(worker.pod.node, placement))
+        joining = sorted(units.get(unit, ()), key=lambda worker: _build_sort_key(worker.pod.node, placement))
         free = (place for place in range(count) if place not in by_place)
         by_place |= {place: build_member(worker) for place, worker in zip(free, joining, strict=True)}
         members += (by_place[place].replaced(node_rank=first.node_rank * count + place) for place in range(count))
@@ -157,7 +157,7 @@ def _find_representative(unit: Sequence[Worker], placement: RankPlacement) -> Wo
     return next((worker for worker in unit if worker.pod.uid in placement.last_resort), unit[0])
 
 
-def _order(node: str, placement: RankPlacement) -> tuple[int, Place]:
+def _build_sort_key(node: str, placement: RankPlacement) -> tuple[int, Place]:
     """Return the order of a node in its unit: its number in the UltraServer, if it has one, then its place."""
     view = placement.nodes.get(node)
     number = view.labels.get(ULTRA_SERVER_NODE_LABEL.format(placement.unit_nodes), "") if view is not None else ""

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 def split_by_stage(context: PlanContext, entry: Interruption, start: float, end: float) -> StageSeconds:
     """Return the seconds of this interruption from `start` to `end` (Unix seconds), by stage."""
     seconds, at = {}, start
-    for stage, ended in zip(STAGES, (*_stage_ends(context, entry, end), end), strict=True):
+    for stage, ended in zip(STAGES, (*_list_stage_ends(context, entry, end), end), strict=True):
         until = min(max(at, ended), end)
         seconds[stage] = round(until - at, 3)
         at = until
     return StageSeconds(**seconds)
 
 
-def _stage_ends(context: PlanContext, entry: Interruption, end: float) -> tuple[float, ...]:
+def _list_stage_ends(context: PlanContext, entry: Interruption, end: float) -> tuple[float, ...]:
     """Return when all stages but the last ended; `end` for one that has not, or whose end is unknown."""
     failed_at = entry.failed_at if entry.failed_at is not None else end
     detected = failed_at + (entry.detected_seconds or 0.0)

@@ -44,10 +44,10 @@ def find_reference_seconds(goodput: GoodputStatus, size: int, shape: BatchShape)
     if exact is not None or size == 0:
         return exact
     timed = [account for account in goodput.sizes if account.step_seconds is not None]
-    return (timed[-1].step_seconds or 0.0) * _step_time_ratio(timed[-1].size, size, shape) if timed else None
+    return (timed[-1].step_seconds or 0.0) * _compute_step_time_ratio(timed[-1].size, size, shape) if timed else None
 
 
-def _step_time_ratio(measured_size: int, size: int, shape: BatchShape) -> float:
+def _compute_step_time_ratio(measured_size: int, size: int, shape: BatchShape) -> float:
     """Return how much longer a step takes at `size` than at `known`."""
     before, after = shape.micro_batches(measured_size), shape.micro_batches(size)
     # A size that the present batch does not allow was used with an earlier batch.

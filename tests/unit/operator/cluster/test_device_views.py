@@ -86,7 +86,7 @@ POD: dict[str, Any] = {
 
 
 def test_a_resource_slice_lists_devices_and_taints() -> None:
-    view = device_views.slice_view(SLICE)
+    view = device_views.parse_slice(SLICE)
     taint = DeviceTaint("n-0/neurondevice0", "neuron.aws.com/unhealthy", "NoExecute", "HBM", 1795437527.0)
     assert (view.node, view.pool, view.generation) == ("n-0", "n-0", 1)
     assert view.devices == {"neurondevice0": (taint,), "neurondevice1": ()}
@@ -96,7 +96,7 @@ def test_a_resource_slice_lists_devices_and_taints() -> None:
 def test_a_resource_slice_of_another_driver_is_empty() -> None:
     raw = copy.deepcopy(SLICE)
     raw["spec"]["driver"] = "gpu.example.com"
-    assert (device_views.slice_view(raw).node, device_views.slice_view(raw).devices) == ("", {})
+    assert (device_views.parse_slice(raw).node, device_views.parse_slice(raw).devices) == ("", {})
 
 
 def test_a_claim_belongs_to_the_pods_it_is_reserved_for() -> None:
@@ -136,14 +136,14 @@ def test_device_texts_and_lists_are_bounded() -> None:
     assert len(found[1]) == device_views.MAX_TEXT_CHARACTERS
     many = copy.deepcopy(SLICE)
     many["spec"]["devices"] = [{"name": f"d{at}", "taints": [{"key": "k", "effect": "None"}] * 99} for at in range(999)]
-    view = device_views.slice_view(many)
+    view = device_views.parse_slice(many)
     assert (len(view.devices), len(view.devices["d0"])) == (128, 16)
 
 
 @SLOW_ALLOWED
 @given(mutated_values(SLICE), mutated_values(CLAIM), mutated_values(POD))
 def test_malformed_objects_raise_no_error(a_slice: Any, claim: Any, pod: Any) -> None:
-    device_views.slice_view(as_json(a_slice))
+    device_views.parse_slice(as_json(a_slice))
     device_views.claim_view(as_json(claim))
     device_views.read_device_health(as_json(pod))
     device_views.read_claim_template(as_json(pod))
@@ -221,7 +221,7 @@ def test_taints_of_a_pod_are_those_of_the_devices_that_it_holds() -> None:
     inventory = Inventory(by_slice, by_claim)
     by_claim.put(("default", "c"), Entry(device_views.ClaimView(("p",), (("n-0", "neurondevice0"),)), "c", 1))
     assert inventory.find_taints("p") == ()
-    by_slice.put(("", "s"), Entry(device_views.slice_view(SLICE), "s", 2))
+    by_slice.put(("", "s"), Entry(device_views.parse_slice(SLICE), "s", 2))
     assert [taint.value for taint in inventory.find_taints("p")] == ["HBM"]
     by_claim.put(("default", "c"), Entry(device_views.ClaimView(("p",), (("n-0", "neurondevice1"),)), "c", 3))
     assert inventory.find_taints("p") == ()

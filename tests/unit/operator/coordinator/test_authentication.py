@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import jwt
@@ -55,7 +56,7 @@ class AuthenticatorHarness:
     async def authenticate(self, token: str = "", **changes: Any) -> JobId:
         identity = {"namespace": "team", "job": "job-a", "pod_name": POD[0], "pod_uid": POD[1], **changes}
         caller = await self.authenticator.identify(f"Bearer {token or self.issuer.token(*POD)}")
-        return self.authenticator.check(caller, **identity)
+        return self.authenticator.check(caller, SimpleNamespace(**identity))
 
 
 @pytest.mark.parametrize(

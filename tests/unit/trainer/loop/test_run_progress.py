@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from trainium_contract.sizes import count_micro_batches, step_batch_size
+from trainium_contract.sizes import compute_step_batch_size, count_micro_batches
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.configuration.config import read_launch, resolve_settings, resolve_steps
@@ -44,7 +44,7 @@ def test_every_sample_is_used_once_and_batches_stay_within_the_tolerance(
     """`history`: data-parallel ranks, and the steps at that size; the last size continues to the end."""
     position, samples = START, []
     for number, (ranks, max_steps) in enumerate(history):
-        batch = step_batch_size(global_size, micro_size, ranks, tolerance)
+        batch = compute_step_batch_size(global_size, micro_size, ranks, tolerance)
         progress = RunProgress(batch=batch, steps=steps, end=steps * global_size)
         shares = [
             Share(global_size=batch, micro_size=micro_size, dp_rank=rank, dp_size=ranks, end=progress.end)
@@ -76,7 +76,7 @@ def test_every_sample_is_used_once_and_batches_stay_within_the_tolerance(
 def test_without_a_tolerance_steps_count_global_batches(
     global_size: int, micro_size: int, ranks: int, steps: int, step: int
 ) -> None:
-    batch = step_batch_size(global_size, micro_size, ranks)
+    batch = compute_step_batch_size(global_size, micro_size, ranks)
     progress = RunProgress(batch=batch, steps=steps)
     position = Position(step=step, samples=step * global_size, tokens=0)
     assert progress.compute_next_batch(position.samples) == global_size
