@@ -125,6 +125,9 @@ class Runtime:
         self.discovery = discovery.Discovery(self.api, nodes, on_change=self._apply_discovery)
         self.fleet = self._create_fleet_reconciler()
         self.reconciler = self._create_reconciler()
+        self._listen_to_caches()
+
+    def _listen_to_caches(self) -> None:
         observe.enqueue_on_change(self.caches, self.queue, self.plan_rate_limiter)
         self.caches.namespaces.listen(self._enqueue_namespace)
         self.caches.jobs.store.listen(self._forget_job)

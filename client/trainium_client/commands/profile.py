@@ -100,13 +100,11 @@ def profile(
         api, selected, members, first, steps, timeout_seconds=_TIMEOUT_SECONDS + 8 * steps * step_seconds
     )
     path = file or Path(f"{name}-steps-{first}-{first + steps - 1}.json.gz")
+    stored = ", ".join(recorded_rank.stored for recorded_rank in recorded)
     try:
         path.write_bytes(merge_traces(traces))
     except OSError as error:
-        raise ClientError(
-            f"cannot write {path}: {error.strerror or error}; the traces are in "
-            f"{', '.join(recorded_rank.stored for recorded_rank in recorded)}"
-        ) from error
+        raise ClientError(f"cannot write {path}: {error.strerror or error}; the traces are in {stored}") from error
 
     def page(value: Sequence[RecordedRank], _now: float, _width: int) -> Any:
         from rich.text import Text  # noqa: PLC0415 - each form loads what it needs
@@ -114,10 +112,7 @@ def profile(
         return Text("\n".join(format_summaries([recorded_rank.summary for recorded_rank in value])))
 
     session.print_result(recorded, page)
-    notify(
-        f"{path} opens in https://ui.perfetto.dev; in the job's storage: "
-        f"{', '.join(recorded_rank.stored for recorded_rank in recorded)}"
-    )
+    notify(f"{path} opens in https://ui.perfetto.dev; in the job's storage: {stored}")
 
 
 def _parse_ranks(text: str, members: Members, name: str) -> set[int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.accelerators import INSTANCES, NEURON
 from trainium_contract.definition.cel import RefusalReason, Rule, format_message
+from trainium_contract.definition.size_expressions import map_instance_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,30 +18,22 @@ if TYPE_CHECKING:
     from trainium_contract.accelerators import Instance
 
 
-def _select_by_instance_type(figure: Callable[[Instance], int]) -> str:
+def _select_by_instance_type(read_figure: Callable[[Instance], int]) -> str:
     """Return an expression for a figure of the job's instance type."""
-    values = ", ".join(f"'{name}': {figure(instance)}" for name, instance in INSTANCES.items())
-    return f"{{{values}}}[self.instanceType]"
+    return f"{map_instance_types(read_figure)}[self.instanceType]"
 
 
-_DEVICES_BY_TYPE = "{" + ", ".join(f"'{name}': {instance.devices}" for name, instance in INSTANCES.items()) + "}"
+_DEVICES_BY_TYPE = map_instance_types(lambda instance: instance.devices)
 _IS_KNOWN_TYPE = f"self.?instanceType.orValue('') in {_DEVICES_BY_TYPE}"
 _DEVICES_OF_TYPE = f"{_DEVICES_BY_TYPE}[self.instanceType]"
-_PHYSICAL_CORES = _select_by_instance_type(lambda figures: figures.cores * figures.core_parts)
-_CLAIMED_CORES = f"""{_select_by_instance_type(lambda figures: figures.cores * figures.core_parts // figures.devices)}
-* self.claim.?count.orValue({_select_by_instance_type(lambda figures: figures.devices)})
-/ self.claim.?logicalNeuronCore.orValue({_select_by_instance_type(lambda figures: figures.core_parts)})"""
+_PHYSICAL_CORES = _select_by_instance_type(lambda instance: instance.cores * instance.core_parts)
+_CORES_OF_DEVICE = _select_by_instance_type(lambda instance: instance.cores * instance.core_parts // instance.devices)
+_CLAIMED_CORES = f"""{_CORES_OF_DEVICE}
+* self.claim.?count.orValue({_select_by_instance_type(lambda instance: instance.devices)})
+/ self.claim.?logicalNeuronCore.orValue({_select_by_instance_type(lambda instance: instance.core_parts)})"""
 _MAX_CORES = f"(has(self.claim) ? {_CLAIMED_CORES} : {_PHYSICAL_CORES})"
 
-_ULTRA_SERVER_SIZES = (
-    "{"
-    + ", ".join(
-        f"'{name}': {list(instance.ultra_server_nodes)}"
-        for name, instance in INSTANCES.items()
-        if instance.ultra_server_nodes
-    )
-    + "}"
-)
+_ULTRA_SERVER_SIZES = map_instance_types(lambda instance: list(instance.ultra_server_nodes))
 _ULTRA_SERVER_TYPES = ", ".join(name for name, instance in INSTANCES.items() if instance.ultra_server_nodes)
 _IS_ULTRA_SERVER_TYPE = f"self.?instanceType.orValue('') in {_ULTRA_SERVER_SIZES}"
 

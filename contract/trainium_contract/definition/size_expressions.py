@@ -8,11 +8,24 @@ is the idiom for it.
 from __future__ import annotations
 
 from functools import reduce
+from typing import TYPE_CHECKING
 
 from trainium_contract.accelerators import INSTANCES
 from trainium_contract.definition.cel import ZERO_TO_99, bind_value, exists_up_to, format_message
 
-_CORES_BY_TYPE = "{" + ", ".join(f"'{name}': {instance.cores}" for name, instance in INSTANCES.items()) + "}"
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_contract.accelerators import Instance
+
+
+def map_instance_types(read_figure: Callable[[Instance], object]) -> str:
+    """Return a CEL map from each instance type to this figure, without types for which it is 0 or empty."""
+    figures = ((name, read_figure(instance)) for name, instance in INSTANCES.items())
+    return "{" + ", ".join(f"'{name}': {figure}" for name, figure in figures if figure) + "}"
+
+
+_CORES_BY_TYPE = map_instance_types(lambda instance: instance.cores)
 _CORES_GIVEN = (
     "self.workers.accelerator.?coresPerNode.orValue("
     f"{_CORES_BY_TYPE}[?self.workers.accelerator.?instanceType.orValue('')].orValue(1))"
@@ -20,15 +33,7 @@ _CORES_GIVEN = (
 _PROCESSES = "self.?program.?processesPerNode.orValue(1)"
 _CORES = f"({_PROCESSES} > {_CORES_GIVEN} ? {_PROCESSES} : {_CORES_GIVEN})"
 """CEL of the `cores_per_node` of `Workload.batch_shape`."""
-UNIT_NODES_BY_TYPE = (
-    "{"
-    + ", ".join(
-        f"'{name}': {max(instance.ultra_server_nodes)}"
-        for name, instance in INSTANCES.items()
-        if instance.ultra_server_nodes
-    )
-    + "}"
-)
+UNIT_NODES_BY_TYPE = map_instance_types(lambda instance: max(instance.ultra_server_nodes, default=0))
 """CEL of the nodes of an UltraServer of each type that is in one."""
 _UNIT_NODES = f"""(self.workers.accelerator.?unit.orValue('Node') == 'UltraServer'
 ? self.workers.accelerator.?unitNodes.orValue(

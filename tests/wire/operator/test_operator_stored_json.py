@@ -24,7 +24,7 @@ from trainium_operator import handlers
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CLAIMS
 from trainium_operator.cluster.api.transport import HttpResponse, ResponseStream
-from trainium_operator.cluster.cache.device_views import ClaimView, claim_view
+from trainium_operator.cluster.cache.device_views import ClaimView, parse_claim
 from trainium_operator.cluster.cache.reflector import Reflector
 from trainium_operator.cluster.cache.store import IndexedCache
 
@@ -61,7 +61,7 @@ class ClaimServer:
 
 @contextlib.asynccontextmanager
 async def cached_claims(server: ClaimServer) -> AsyncIterator[IndexedCache[ClaimView]]:
-    reflector = Reflector(Api(server, jitter=lambda: 0.5), CLAIMS, claim_view, jitter=lambda: 0.5)
+    reflector = Reflector(Api(server, jitter=lambda: 0.5), CLAIMS, parse_claim, jitter=lambda: 0.5)
     keeping = asyncio.create_task(reflector.run())
     await asyncio.sleep(30)
     assert not keeping.done(), "it never ends"
@@ -99,7 +99,7 @@ async def test_a_watch_with_invalid_lines_is_restarted(line: str, caplog: pytest
 async def test_a_malformed_list_is_an_outage(page: str) -> None:
     server = ClaimServer([], [])
     server.page = page
-    reflector: Reflector[ClaimView] = Reflector(Api(server), CLAIMS, claim_view)
+    reflector: Reflector[ClaimView] = Reflector(Api(server), CLAIMS, parse_claim)
     with pytest.raises(UnavailableError):
         await reflector.refresh()
 

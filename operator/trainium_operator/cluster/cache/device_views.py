@@ -83,7 +83,7 @@ def parse_slice(raw: Json) -> SliceView:
     )
 
 
-def claim_view(raw: Json) -> ClaimView:
+def parse_claim(raw: Json) -> ClaimView:
     """Parse a ResourceClaim."""
     status = as_mapping(raw.get("status"))
     allocation = as_mapping(status.get("allocation"))

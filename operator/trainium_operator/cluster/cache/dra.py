@@ -16,7 +16,7 @@ from trainium_operator.cluster.api.resources import CLAIMS, SLICES, TEMPLATES
 from trainium_operator.cluster.cache.device_views import (
     ClaimView,
     SliceView,
-    claim_view,
+    parse_claim,
     parse_claim_template,
     parse_slice,
 )
@@ -56,7 +56,7 @@ class Dra:
             of_jobs=True,
         )
         self.claims: Reflector[ClaimView] = Reflector(
-            api, CLAIMS, claim_view, namespaces=Namespaces(namespaces or EVERYWHERE)
+            api, CLAIMS, parse_claim, namespaces=Namespaces(namespaces or EVERYWHERE)
         )
         self.slices: Reflector[SliceView] = Reflector(api, SLICES, parse_slice)
         self.offered = OptionalApi(enabled, self.templates, self.claims, self.slices)

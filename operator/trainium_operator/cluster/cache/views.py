@@ -183,14 +183,8 @@ def _parse_pod(raw: Json, ordinal: int, *, container: str = WORKER_CONTAINER) ->
     scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
     statuses = _list_items(status.get("containerStatuses"), "container status")
-    worker = next(
-        (
-            as_mapping(container_status.get("state"))
-            for container_status in statuses
-            if container_status.get("name") == container
-        ),
-        {},
-    )
+    states = {as_text(entry.get("name")): as_mapping(entry.get("state")) for entry in reversed(statuses)}
+    worker = states.get(container, {})
     terminated = as_mapping(worker.get("terminated"))
     init = InitState() if worker.get("running") or terminated else _init_state(spec, status)
     reason, message = _find_reason_and_message(status, scheduled, worker, init)

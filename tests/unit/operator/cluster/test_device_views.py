@@ -100,14 +100,14 @@ def test_a_resource_slice_of_another_driver_is_empty() -> None:
 
 
 def test_a_claim_belongs_to_the_pods_it_is_reserved_for() -> None:
-    assert device_views.claim_view(CLAIM) == device_views.ClaimView(("pod-uid",), (("n-0", "neurondevice1"),))
-    assert device_views.claim_view({"metadata": {}, "spec": {}}) == device_views.ClaimView((), ())
+    assert device_views.parse_claim(CLAIM) == device_views.ClaimView(("pod-uid",), (("n-0", "neurondevice1"),))
+    assert device_views.parse_claim({"metadata": {}, "spec": {}}) == device_views.ClaimView((), ())
 
 
 def test_a_claim_with_admin_access_holds_no_device() -> None:
     raw = copy.deepcopy(CLAIM)
     raw["status"]["allocation"]["devices"]["results"][0]["adminAccess"] = True
-    assert device_views.claim_view(raw).held == ()
+    assert device_views.parse_claim(raw).held == ()
 
 
 def test_a_pod_names_its_claim_template_and_its_unhealthy_device() -> None:
@@ -144,7 +144,7 @@ def test_device_texts_and_lists_are_bounded() -> None:
 @given(mutated_values(SLICE), mutated_values(CLAIM), mutated_values(POD))
 def test_malformed_objects_raise_no_error(a_slice: Any, claim: Any, pod: Any) -> None:
     device_views.parse_slice(as_json(a_slice))
-    device_views.claim_view(as_json(claim))
+    device_views.parse_claim(as_json(claim))
     device_views.read_device_health(as_json(pod))
     device_views.read_claim_template(as_json(pod))
 
