@@ -66,12 +66,6 @@ class Prober:
                     self._report_silence()
                     self._probe_targets(probes)
 
-    async def probe_once(self) -> None:
-        """Report silence and probe new and silent agents, once, until all probes have ended."""
-        self._report_silence()
-        async with asyncio.TaskGroup() as probes:
-            self._probe_targets(probes)
-
     def _report_silence(self) -> None:
         for namespace, job in self._state.find_newly_silent():
             self._notify(namespace, job, True)

@@ -41,6 +41,13 @@ class Network:
             raise behavior
 
 
+async def probe_once(prober: Prober) -> None:
+    """Do what `run` does in one interval, and wait for its probes."""
+    prober._report_silence()
+    async with asyncio.TaskGroup() as probes:
+        prober._probe_targets(probes)
+
+
 class ProberHarness:
     def __init__(self) -> None:
         self.now = 1000.0
@@ -70,7 +77,7 @@ class ProberHarness:
     def probe(self) -> list[str]:
         """Probe once and return the pods that were connected to."""
         self.network.connected_to.clear()
-        run_virtual(self.prober.probe_once())
+        run_virtual(probe_once(self.prober))
         return sorted(self.network.connected_to)
 
     def is_refused(self, pod: str) -> bool:
@@ -275,9 +282,9 @@ async def test_a_closed_real_port_refuses() -> None:
         find_address=lambda target: target.host,
     )
     harness.state.forget_pod(JOB, "a")
-    await prober.probe_once()
+    await probe_once(prober)
     server.close()
     await server.wait_closed()
     harness.now += 2.5
-    await prober.probe_once()
+    await probe_once(prober)
     assert harness.is_refused("b")
