@@ -23,9 +23,9 @@ from trainium_operator.cluster.cache import caches, discovery, store, views
 from trainium_operator.cluster.execute import events, executor, owner_check, status_writes
 from trainium_operator.cluster.fleet import fleet_reconciler
 from trainium_operator.cluster.queue import (
-    creation_backoff,
     observe,
     pod_warnings,
+    refusal_backoff,
     waiting_gangs,
     work_queue,
     write_outcomes,
@@ -230,7 +230,7 @@ class Runtime:
 
     def _create_reconciler(self) -> reconciler.Reconciler:
         clock = self._plan_clock
-        backoff, outcomes = creation_backoff.CreationBackoff(clock), write_outcomes.WriteOutcomes(clock)
+        backoff, outcomes = refusal_backoff.RefusalBackoff(clock), write_outcomes.WriteOutcomes(clock)
         warnings = pod_warnings.PodWarnings(self.api, self.caches.pods, clock)
         owners = owner_check.OwnerCheck(self.acting, self.recorder, backoff)
         statuses = status_writes.StatusWrites(
@@ -240,7 +240,7 @@ class Runtime:
             caches=self.caches,
             agents=self.state,
             ca_bundle=lambda: self.certificate_keeper.ca_bundle,
-            creation_backoff=backoff,
+            refusal_backoff=backoff,
             warnings=warnings,
             outcomes=outcomes,
             wall_clock=clock,

@@ -20,9 +20,9 @@ from trainium_operator.cluster.cache.reflector import Lister
 from trainium_operator.cluster.cache.store import Entry, Key
 from trainium_operator.cluster.fleet.fleet_reconciler import FleetReconciler
 from trainium_operator.cluster.job_pages import JobPageData
-from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.cluster.queue.observe import Observer, enqueue_on_change
 from trainium_operator.cluster.queue.pod_warnings import PodWarnings
+from trainium_operator.cluster.queue.refusal_backoff import RefusalBackoff
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
 from trainium_operator.cluster.queue.work_queue import PlanRateLimiter, WorkQueue
 from trainium_operator.cluster.queue.write_outcomes import WriteOutcomes
@@ -127,7 +127,7 @@ class OperatorHarness:
             agents=self.state,
             ca_bundle=lambda: "-----BEGIN CERTIFICATE-----\n",
             wall_clock=self.clock,
-            creation_backoff=CreationBackoff(self.clock),
+            refusal_backoff=RefusalBackoff(self.clock),
             warnings=PodWarnings(api, self.caches.pods, self.clock),
             outcomes=WriteOutcomes(self.clock),
             fleet=self.fleet.get_current_view,

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.cache.store import IndexedCache
     from trainium_operator.cluster.execute.owner_check import OwnerCheck
     from trainium_operator.cluster.execute.status_writes import StatusWrites
-    from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
+    from trainium_operator.cluster.queue.refusal_backoff import RefusalBackoff
     from trainium_operator.cluster.queue.write_outcomes import WriteOutcomes
     from trainium_operator.coordinator.state import CoordinatorState
     from trainium_operator.plan.model.actions import Action, DeletionAction, Plan
@@ -90,7 +90,7 @@ class Executor:
         caches: Caches,
         recorder: EventRecorder,
         publisher: CoordinatorState,
-        creation_backoff: CreationBackoff,
+        refusal_backoff: RefusalBackoff,
         outcomes: WriteOutcomes,
         statuses: StatusWrites,
         owners: OwnerCheck,
@@ -101,7 +101,7 @@ class Executor:
         self._owners = owners
         self._force_deletions = ForceDeleteLimiter(clock)
         self._outcomes = outcomes
-        self._creation_backoff = creation_backoff
+        self._refusal_backoff = refusal_backoff
         self._api = api
         self._caches = caches
         self._recorder = recorder
@@ -175,9 +175,9 @@ class Executor:
             except errors.ApiError as error:
                 if errors.is_refusal(error):
                     refusal = format_refusal(job.name, place, str(error))
-                    pauses.append(self._creation_backoff.record_refusal(job.uid, place, refusal))
+                    pauses.append(self._refusal_backoff.record_refusal(job.uid, place, refusal))
                 raise
-            self._creation_backoff.record_success(job.uid, place)
+            self._refusal_backoff.record_success(job.uid, place)
 
         try:
             await run_all(at(place, work) for place, work in works)

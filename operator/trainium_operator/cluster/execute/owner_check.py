@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trainium_contract.api_server.responses import Json
     from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.api.resources import Resource
-    from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
+    from trainium_operator.cluster.queue.refusal_backoff import RefusalBackoff
     from trainium_operator.plan.model.observed import JobView
 
 _OPTIONAL = (NETWORK_POLICIES, DISRUPTION_BUDGETS)
@@ -45,7 +45,7 @@ class OwnerCheck:
 
     api: Api
     recorder: EventRecorder
-    backoff: CreationBackoff
+    backoff: RefusalBackoff
 
     async def check(self, job: JobView, resource: Resource, current: Json) -> bool:
         """Return whether a deleted job of this name left the object, so that nothing of its content may be kept.

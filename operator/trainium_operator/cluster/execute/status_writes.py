@@ -23,7 +23,7 @@ from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS
 from trainium_operator.cluster.execute.events import EventRecorder, write_failed_event
 from trainium_operator.cluster.execute.merge_patch import replace_content
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
-from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
+from trainium_operator.cluster.queue.refusal_backoff import RefusalBackoff
 from trainium_operator.plan.manifests.owned_object import build_owned_object
 from trainium_operator.plan.model import names
 
@@ -60,7 +60,7 @@ class StatusWrites:
         self._clock = clock
         self._on_refused = on_refused
         self._undeclared = UndeclaredFields(clock)
-        self._backoff = CreationBackoff(clock)
+        self._backoff = RefusalBackoff(clock)
 
     async def write(self, job: JobView, status: TrainingJobStatus) -> None:
         """Store the status of a job, whose own is the one that the API server has.

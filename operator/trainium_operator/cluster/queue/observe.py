@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.cache.device_views import SliceView
     from trainium_operator.cluster.cache.store import Entry, Key
     from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
-    from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
     from trainium_operator.cluster.queue.pod_warnings import PodWarnings
+    from trainium_operator.cluster.queue.refusal_backoff import RefusalBackoff
     from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
     from trainium_operator.cluster.queue.work_queue import PlanRateLimiter, WorkQueue
     from trainium_operator.cluster.queue.write_outcomes import WriteOutcomes
@@ -41,7 +41,7 @@ class Observer:
     agents: CoordinatorState
     ca_bundle: Callable[[], str]
     wall_clock: Callable[[], float]
-    creation_backoff: CreationBackoff
+    refusal_backoff: RefusalBackoff
     warnings: PodWarnings
     outcomes: WriteOutcomes
     fleet: Callable[[], FleetView]
@@ -85,9 +85,9 @@ class Observer:
             # Agents of unknown pods could not send anything, so their silence counts only from then on.
             coordinator_since=max(self.agents.since, caches.namespaces.open_since(job.namespace), self.served_since()),
             now=self.wall_clock(),
-            create_after=self.creation_backoff.get_blocked_until(job.uid),
-            creation_refusal=self.creation_backoff.find_refusal(job.uid),
-            name_conflicts=self.creation_backoff.list_name_conflicts(job.uid),
+            create_after=self.refusal_backoff.get_blocked_until(job.uid),
+            creation_refusal=self.refusal_backoff.find_refusal(job.uid),
+            name_conflicts=self.refusal_backoff.list_name_conflicts(job.uid),
             policies_listed=caches.network_policies is not None and caches.network_policies.answered,
             refusals=self.outcomes.list_refusals(job.uid),
             strays=tuple(

@@ -14,7 +14,7 @@ from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
 from trainium_operator.cluster.execute.owner_check import OwnerCheck
 from trainium_operator.cluster.execute.status_writes import StatusWrites
-from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
+from trainium_operator.cluster.queue.refusal_backoff import RefusalBackoff
 from trainium_operator.cluster.queue.write_outcomes import WriteOutcomes
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.plan.manifests.config_maps import build_membership_map
@@ -40,15 +40,15 @@ class ExecutorHarness:
         self.recorder = EventRecorder(api, "i", wall_clock=lambda: 1.7e9)
         self.published: list[int] = []
         self.now = 1000.0
-        self.creation_backoff = CreationBackoff(lambda: self.now)
+        self.refusal_backoff = RefusalBackoff(lambda: self.now)
         self.outcomes = WriteOutcomes(lambda: self.now)
-        owners = OwnerCheck(api, self.recorder, self.creation_backoff)
+        owners = OwnerCheck(api, self.recorder, self.refusal_backoff)
         self.executor = Executor(
             api,
             self.caches,
             self.recorder,
             cast("CoordinatorState", self),
-            self.creation_backoff,
+            self.refusal_backoff,
             self.outcomes,
             StatusWrites(api, self.caches, self.recorder, owners, lambda: self.now, on_refused=lambda: None),
             owners,

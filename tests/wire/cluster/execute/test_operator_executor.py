@@ -138,18 +138,18 @@ async def test_a_write_of_another_object_keeps_the_pause_of_creations(harness: E
     for pause in (1.0, 2.0, 4.0, 8.0):
         with pytest.raises(ForbiddenError):
             await harness.execute(*harness.pod_creations(2))
-        assert harness.creation_backoff.get_blocked_until(job.uid) == harness.now + pause
+        assert harness.refusal_backoff.get_blocked_until(job.uid) == harness.now + pause
         other = (
             build_budget(job, int(pause))
             if "budget" in written
             else build_membership_map(job, harness.publish_action(1, 0).membership)
         )
         await harness.execute(ApplyObject(other))
-        assert harness.creation_backoff.get_blocked_until(job.uid) == harness.now + pause
+        assert harness.refusal_backoff.get_blocked_until(job.uid) == harness.now + pause
         harness.now += pause
     harness.cluster.faults.clear()
     await harness.execute(*harness.pod_creations(2))
-    assert harness.creation_backoff.get_blocked_until(job.uid) == 0.0
+    assert harness.refusal_backoff.get_blocked_until(job.uid) == 0.0
 
 
 @in_virtual_time
@@ -166,9 +166,9 @@ async def test_refusals_are_one_event_and_each_object_has_its_pause(harness: Exe
     assert event["reason"] == "WriteFailed"
     harness.cluster.faults.clear()
     await harness.execute(*maps[:2])
-    assert harness.creation_backoff.get_blocked_until(harness.job.uid) == harness.now, "the third object still pauses"
+    assert harness.refusal_backoff.get_blocked_until(harness.job.uid) == harness.now, "the third object still pauses"
     await harness.execute(maps[2])
-    assert harness.creation_backoff.get_blocked_until(harness.job.uid) == 0.0
+    assert harness.refusal_backoff.get_blocked_until(harness.job.uid) == 0.0
     writer.cancel()
 
 
@@ -196,11 +196,11 @@ async def test_an_exceeded_quota_is_one_event_for_all_pod_names(harness: Executo
     (event,) = harness.events()
     assert "exceeded quota: team" in event["message"]
     assert (
-        harness.creation_backoff.find_refusal(harness.job.uid) == "Pod j-w-N: exceeded quota: team, used: cpu=11; j-w-N"
+        harness.refusal_backoff.find_refusal(harness.job.uid) == "Pod j-w-N: exceeded quota: team, used: cpu=11; j-w-N"
     )
     harness.cluster.faults.clear()
     await harness.execute(*harness.pod_creations(2))
-    assert harness.creation_backoff.find_refusal(harness.job.uid) == ""
+    assert harness.refusal_backoff.find_refusal(harness.job.uid) == ""
     writer.cancel()
 
 

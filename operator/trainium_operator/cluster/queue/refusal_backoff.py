@@ -1,4 +1,4 @@
-"""Delay creations after a refusal (a quota, admission, a namespace that is deleted), and record name conflicts.
+"""Back off after refused writes of a job (a quota, admission, a namespace that is deleted), and record name conflicts.
 
 Guarantees:
 - After a refusal nothing is created for that job until its pause is over. Otherwise each event about the job would
@@ -33,7 +33,7 @@ class _Pause:
     message: str
 
 
-class CreationBackoff:
+class RefusalBackoff:
     """Keeps pauses and conflicts by job uid; times in Unix seconds of the clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
