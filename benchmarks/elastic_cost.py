@@ -118,14 +118,25 @@ def train(mode: str, size: str, folder: Path) -> None:
             return {"input_ids": row, "labels": row.clone()}
 
     config = LlamaConfig(
-        vocab_size=1000, hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=4,
-    )  # fmt: skip
+        vocab_size=1000,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
     arguments = TrainingArguments(
-        output_dir=str(folder / "run"), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=steps,
-        logging_steps=10, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
+        output_dir=str(folder / "run"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=steps,
+        logging_steps=10,
+        save_strategy="no",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
         ddp_find_unused_parameters=False,
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config)
     trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=[Clock()])
     (elastic(trainer) if mode == "elastic" else trainer).train()

@@ -176,15 +176,34 @@ def train(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0, eos_token_id=1, bos_token_id=1,
-    )  # fmt: skip
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
+    )
     arguments = GRPOConfig(
-        output_dir=str(folder / "run"), max_steps=STEPS, per_device_train_batch_size=PROMPTS * SAMPLES // RANKS,
-        gradient_accumulation_steps=1, num_generations=SAMPLES, max_completion_length=TOKENS, learning_rate=0.005,
-        beta=0.0, lr_scheduler_type="constant", logging_steps=1, save_strategy="no", use_cpu=True, bf16=False,
-        report_to=[], disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=str(folder / "run"),
+        max_steps=STEPS,
+        per_device_train_batch_size=PROMPTS * SAMPLES // RANKS,
+        gradient_accumulation_steps=1,
+        num_generations=SAMPLES,
+        max_completion_length=TOKENS,
+        learning_rate=0.005,
+        beta=0.0,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        disable_tqdm=True,
+    )
     trainer = GRPOTrainer(
         LlamaForCausalLM(config),
         reward_funcs=score,

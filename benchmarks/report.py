@@ -22,9 +22,16 @@ TITLES = {"fleet": "A fleet", "coordinator": "The coordinator", "elastic_cost": 
 SIZED_BY = {"coordinator": "agents", "elastic_cost": "parameters"}
 TRAINING = "Training speed"
 _COLUMNS = [
-    "mode", "processes", "tokens/s", "transformers.Trainer", "ratio", "best steps", "compiled peer", "ratio of it",
+    "mode",
+    "processes",
+    "tokens/s",
+    "transformers.Trainer",
+    "ratio",
+    "best steps",
+    "compiled peer",
+    "ratio of it",
     "memory",
-]  # fmt: skip
+]
 _PAGE = """# Benchmarks
 
 Written by `python -m benchmarks.report` from `benchmarks/results.json`, which has all figures with the lowest and the

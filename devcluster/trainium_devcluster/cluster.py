@@ -252,9 +252,14 @@ def create_node_specs(count: int, *, prefix: str = "node", **fields: Any) -> lis
 def create_system_node() -> NodeSpec:
     """Return a node without devices for pods that select it, as `create_system_values` does."""
     return NodeSpec(
-        name="system", neuron=0, efa=0, cpu="2", memory="4Gi",
-        labels=dict([_SYSTEM]), taints=(f"{'='.join(_SYSTEM)}:NoSchedule",),
-    )  # fmt: skip
+        name="system",
+        neuron=0,
+        efa=0,
+        cpu="2",
+        memory="4Gi",
+        labels=dict([_SYSTEM]),
+        taints=(f"{'='.join(_SYSTEM)}:NoSchedule",),
+    )
 
 
 def create_system_values() -> dict[str, Any]:

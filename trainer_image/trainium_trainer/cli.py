@@ -94,9 +94,18 @@ _convert.command("to-nxd")(convert.to_nxd)
 app.command()(inspect)
 app.add_typer(_convert)
 for _command in (
-    artifacts.export, artifacts.merge, artifacts.fetch_model, evaluate.generate, evaluate.evaluate, check.check,
-    prepare_data, show_data, plot, profile, precompile,
-):  # fmt: skip
+    artifacts.export,
+    artifacts.merge,
+    artifacts.fetch_model,
+    evaluate.generate,
+    evaluate.evaluate,
+    check.check,
+    prepare_data,
+    show_data,
+    plot,
+    profile,
+    precompile,
+):
     app.command()(_command)
 
 

@@ -145,10 +145,18 @@ def create(folder: Path) -> None:
         tokenizer_object=tokenizer, pad_token=pad, eos_token=end, padding_side="left"
     )
     shape: dict[str, Any] = {
-        "vocab_size": len(names), "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0,
-        "eos_token_id": 1, "bos_token_id": 1, "num_labels": 1,
-    }  # fmt: skip
+        "vocab_size": len(names),
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 1,
+        "num_labels": 1,
+    }
     for name, kind in (("model", LlamaForCausalLM), ("classifier", LlamaForSequenceClassification)):
         torch.manual_seed(0)
         kind(LlamaConfig(**shape)).save_pretrained(folder / name)

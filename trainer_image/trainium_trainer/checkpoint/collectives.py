@@ -147,7 +147,7 @@ def _pickle_outcome(outcome: Any) -> bytes:
 
 def _reduce_up(
     value: Any, group: ProcessGroup, reducer: Callable[[list[bytes]], list[bytes]] | None = None
-) -> list[bytes]:  # fmt: skip
+) -> list[bytes]:
     """Return the values of all ranks, in their order, on rank 0; nothing on the others."""
     rank, size = dist.get_rank(), dist.get_world_size()
     values = [pickle.dumps(value)]

@@ -86,9 +86,13 @@ class ProcessPool:
             if self._stopped:
                 raise RuntimeError("another process failed")
             process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
-            )  # fmt: skip
+            )
             self._running.add(process.pid)
         try:
             pending_input: str | None = text

@@ -123,9 +123,17 @@ class Container:
             for m in self.spec.get("volumeMounts") or []
         )
         return ContainerSnapshot(
-            self.name, self.spec.get("image", ""), self.kind, self.state, self.last_termination,
-            self.restart_count, self.ready, self.started, self._id, mounted,
-        )  # fmt: skip
+            self.name,
+            self.spec.get("image", ""),
+            self.kind,
+            self.state,
+            self.last_termination,
+            self.restart_count,
+            self.ready,
+            self.started,
+            self._id,
+            mounted,
+        )
 
     def restore(self, status: Json, *, rebooted_at: float) -> None:
         """Continue from the status of a previous node process; containers that ran ended with it (255, Unknown)."""
@@ -345,6 +353,11 @@ def _start_error(error: BaseException) -> str:
 
 def _parse_terminated(body: Json) -> Terminated:
     return Terminated(
-        int(body["exitCode"]), body.get("reason", ""), body.get("message", ""), parse_time(body["startedAt"]),
-        parse_time(body["finishedAt"]), body.get("containerID", ""), int(body.get("signal") or 0),
-    )  # fmt: skip
+        int(body["exitCode"]),
+        body.get("reason", ""),
+        body.get("message", ""),
+        parse_time(body["startedAt"]),
+        parse_time(body["finishedAt"]),
+        body.get("containerID", ""),
+        int(body.get("signal") or 0),
+    )
