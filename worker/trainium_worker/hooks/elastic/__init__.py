@@ -9,8 +9,8 @@ Guarantees:
 - **Batch:** a step has the same number of samples at any number of processes, and its loss is that of the whole batch.
 - **Samples:** those of a step are a function of the seed and of its position. An epoch has each sample once.
 - **Random numbers:** those of a step are a function of the seed, the step and the rank.
-- **State:** a failed rank costs at most one step (`trainium_worker.memory`). Checkpoints on storage are the trainer's own,
-  which appear complete or not at all. `train` resumes from the newest state that all ranks can read.
+- **State:** a failed rank costs at most one step (`trainium_worker.memory`). The trainer's own checkpoints on storage
+  appear complete or not at all. `train` resumes from the newest state that all ranks can read.
 - **Stop:** when the job requests one, all ranks save after the same step and exit with `STOPPED`.
 - Without an agent, all of this holds with the checkpoints on storage only.
 """
