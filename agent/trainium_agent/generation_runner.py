@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from trainium_agent.blocking_tasks import BlockingTasks, TaskContext
 from trainium_agent.hang.rank_sampler import sample_seconds
 from trainium_agent.lifecycle import actions, events
+from trainium_agent.lifecycle.events import Order
 from trainium_agent.lifecycle.generation import KILL_SECONDS, step, wake_at
 from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
 from trainium_agent.linux.kernel import read_process_state
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_agent.exits.restart_policy import GenerationState
-    from trainium_agent.lifecycle.events import Order
     from trainium_agent.pod_services import PodServices
     from trainium_agent.ranks.processes import RankProcess
     from trainium_contract.wire.messages import Membership
@@ -160,7 +160,7 @@ class GenerationRunner:
             case actions.SimpleAction.INTERRUPT_TASK:
                 self._watcher.interrupt()
             case actions.SimpleAction.KILL:
-                self._kill()
+                self._signal(signal.SIGKILL)
             case actions.RequestExit(memory_ends):
                 self._request_exit(self._workload.ranks.storage_signal if memory_ends else signal.SIGTERM)
             case actions.EnterPhase(phase, attempt):
@@ -240,21 +240,19 @@ class GenerationRunner:
         return self._stop
 
     def _signal(self, number: signal.Signals) -> None:
-        for process in self._ranks:
-            process.signal(number)
-
-    def _kill(self) -> None:
-        """Kill the ranks; one that holds the newest step for all ranks writes it before."""
+        """Signal the ranks; one that holds the newest step for all ranks writes it before, if the memory remains."""
         for process in self._ranks:
             record = find_progress_file(self._settings, self._generation, process.local_rank)
-            can_answer = request_path(record).is_socket() and read_process_state(process.pid).letter not in ("T", "t")
-            if can_answer and process.request_exit():
-                threading.Thread(target=_save_and_kill, args=(process, record), name="save", daemon=True).start()
+            can_save = request_path(record).is_socket() and self._local.order is not Order.TERMINATE
+            is_stopped = read_process_state(process.pid).letter in ("T", "t")
+            if can_save and not is_stopped and process.request_exit():
+                arguments = (process, record, number)
+                threading.Thread(target=_save_and_signal, args=arguments, name="save", daemon=True).start()
             else:
-                process.signal(signal.SIGKILL)
+                process.signal(number)
 
 
-def _save_and_kill(process: RankProcess, record: Path) -> None:
+def _save_and_signal(process: RankProcess, record: Path, number: signal.Signals) -> None:
     if request_save(record, _SAVE_SECONDS):
         _log.info("rank %d has saved the newest step for all ranks", process.rank)
-    process.signal(signal.SIGKILL)
+    process.signal(number)

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-_RECEIVED, _SAVED = b"r", b"s"
+_RECEIVED, _SAVED, _NOT_SAVED = b"r", b"s", b"n"
 _ANSWER_SECONDS = 1.0
 _BACKLOG = 4
 
 
-def listen(record: Path, save: Callable[[], None]) -> None:
-    """Call `save` in a thread at each request, until the process ends. Raises OSError.
+def listen(record: Path, save: Callable[[], bool]) -> socket.socket:
+    """Call `save` in a thread at each request, until the returned socket is closed. Raises OSError.
 
-    record: the progress record of this process.
+    record: the progress record of this process. save: returns whether it has saved, and raises nothing.
     """
     path = request_path(record)
     path.unlink(missing_ok=True)
@@ -35,21 +35,24 @@ def listen(record: Path, save: Callable[[], None]) -> None:
     path.chmod(0o600)
     listener.listen(_BACKLOG)
     threading.Thread(target=_serve, args=(listener, save), name="save-requests", daemon=True).start()
+    return listener
 
 
-def _serve(listener: socket.socket, save: Callable[[], None]) -> None:
+def _serve(listener: socket.socket, save: Callable[[], bool]) -> None:
     while True:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # closed
+            return
         with connection, contextlib.suppress(OSError):  # the agent has not waited
             connection.sendall(_RECEIVED)
-            save()
-            connection.sendall(_SAVED)
+            connection.sendall(_SAVED if save() else _NOT_SAVED)
 
 
 def request_save(record: Path, seconds: float) -> bool:
     """Ask the process of a progress record to save, and wait until it has. Called by the agent.
 
-    Returns False if it does not listen or has ended, and after `seconds`.
+    Returns False if it does not listen, has ended or cannot save, and after `seconds`.
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_SECONDS)

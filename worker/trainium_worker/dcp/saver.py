@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import time
@@ -13,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 import trainium_worker
 from trainium_worker.dcp.commit import Outcome
-from trainium_worker.dcp.just_in_time import JustInTimeSave, can_survive
+from trainium_worker.dcp.just_in_time import JustInTimeSave
+from trainium_worker.dcp.just_in_time import is_replicated as is_replicated_state
 from trainium_worker.dcp.repeated import RepeatedSave, describe_layout
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ _FULL_FRACTION = 0.75
 _COPY_FRACTION = 0.01
 """The fraction of the time that copies may take while a surviving rank can write the newest step."""
 _MIN_STEP_SECONDS = 1e-4
+_MAX_INTERVAL_SECONDS = 300.0
+"""Longest time between two copies."""
 
 
 class Saver:
@@ -61,20 +65,20 @@ class Saver:
         self._is_nearly_full = len(data) > self._values_bytes * _FULL_FRACTION
         return torch.frombuffer(bytearray(data.ljust(self._values_bytes, b"\0")), dtype=torch.uint8)
 
-    def is_due(self, step: int, *, is_held: bool) -> bool:
+    def is_due(self, step: int, *, is_held: bool, is_last: bool) -> bool:
         """Return whether to copy this step, the same on all ranks; call it at each step. `is_held`: it is in place."""
         now = time.perf_counter()
         self._step_seconds, self._asked_at = now - self._asked_at, now
         if self.just_in_time is None or not is_held:
             return True
-        return step >= self._next_copy or trainium_worker.is_ending()
+        return step >= self._next_copy or is_last or trainium_worker.is_ending()
 
     def save(self, writer: MemoryWriter, state: dict[str, torch.Tensor], *, is_replicated: bool) -> None:
         """Copy the state, and save it in the background. `is_replicated`: each rank has all of it but values."""
         started = time.perf_counter()
         layout, repeated = describe_layout(state), self._repeated
         if repeated is None or layout != self._layout:
-            is_replicated = is_replicated and can_survive(state)
+            is_replicated = is_replicated and is_replicated_state(state)
             outcome, state = Outcome.PLAN, writer.stage({name: tensor.detach() for name, tensor in state.items()})
         else:
             outcome = repeated.stage(state)
@@ -108,7 +112,8 @@ class Saver:
 
     def _agree_on_interval(self, session: Session, seconds: float) -> int:
         """Return after how many steps all ranks copy the state again; `seconds`: the cost of a copy. Collective."""
-        steps = math.ceil(seconds / (_COPY_FRACTION * max(self._step_seconds, _MIN_STEP_SECONDS)))
+        interval = min(seconds / _COPY_FRACTION, _MAX_INTERVAL_SECONDS)
+        steps = math.ceil(interval / max(self._step_seconds, _MIN_STEP_SECONDS))
         return max(session.all_gather_integers(steps))
 
     def finish(self) -> None:
@@ -136,9 +141,15 @@ def _prepare_just_in_time(
             prepared = prepared or JustInTimeSave(session, state)
         except OSError as error:
             problem = (
-                f"each step is copied, because rank {session.rank} cannot reserve space to save the newest one when "
-                f"another rank fails: {session.directory}: {error.strerror}; raise the size of the memory volume"
+                f"each step is copied, because rank {session.rank} cannot prepare to save the newest one when another "
+                f"rank fails: {error.filename or session.directory}: {error.strerror}"
             )
+            if error.errno == errno.ENOSPC:
+                problem += "; raise the size of the memory volume"
             trainium_worker.notice(problem)
     layouts = session.all_gather("" if problem else layout)
-    return prepared if layout and all(other == layout for other in layouts) else None
+    if layout and all(other == layout for other in layouts):
+        return prepared
+    if prepared is not None:
+        prepared.close()
+    return None

@@ -84,7 +84,7 @@ class ReportToAgent(Callback):  # type: ignore[misc]  # Any where types are chec
         stops = trainium_worker.should_stop()
         if self._memory:
             optimizer, values = _find_optimizer(trainer), self._dump_state(trainer)
-            node_memory.save(trainer.global_step, pl_module, optimizer, values, same_values=True)
+            node_memory.save(trainer.global_step, pl_module, optimizer, values)  # callbacks may exchange the weights
         if stops:
             if self._memory:
                 node_memory.wait()

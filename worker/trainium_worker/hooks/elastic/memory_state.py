@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 import tempfile
+import threading
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,15 +42,17 @@ class History:
     """The log of a trainer as JSON lines, so that a save encodes only what was added."""
 
     def __init__(self, lines: bytes = b"") -> None:
+        self._lock = threading.Lock()
         self._lines = bytearray(lines)
         self._count = len(self._lines.splitlines())
 
     def encode(self, log_history: list[dict[str, Any]], count: int) -> bytes:
         """Add the new entries of a log up to a count, and return all."""
-        new = log_history[self._count : count]
-        self._lines += b"".join(json.dumps(entry).encode() + b"\n" for entry in new)
-        self._count += len(new)
-        return bytes(self._lines)
+        with self._lock:  # a request to save has its own thread
+            new = log_history[self._count : count]
+            self._lines += b"".join(json.dumps(entry).encode() + b"\n" for entry in new)
+            self._count += len(new)
+            return bytes(self._lines)
 
 
 def collect_values(

@@ -335,7 +335,8 @@ class Run:
         stops = trainium_worker.should_stop() and step < trainer.state.max_steps
         is_logged = trainer._globalstep_last_logged == step
         values = self._collect([0.0] * len(self._losses) if is_logged else self._losses, None)
-        memory.save(step, trainer.model, trainer.optimizer, values, same_values=True)
+        is_last = trainer.control.should_training_stop
+        memory.save(step, trainer.model, trainer.optimizer, values, same_values=True, is_last=is_last)
         if stops:
             memory.wait()
             if self._saved_step != step:
