@@ -87,6 +87,7 @@ class Faults(TrainerCallback):
         self._report()
         if self._options.get("kill") == [args.process_index, state.global_step]:
             os.kill(os.getpid(), signal.Signals[self._options.get("fault", "SIGKILL")])
+        control.should_training_stop |= self._options.get("end_at") == state.global_step
         if self._options.get("stop_at") == state.global_step:
             path = Path(os.environ["TRAINIUM_PROGRESS_FILE"])
             reading = read_progress(path)

@@ -194,3 +194,10 @@ def test_a_rank_that_hangs_costs_no_complete_step(run: Run, undisturbed: Run) ->
     assert run.start([0, 1], agent=True) == [0, 0], run.errors
     assert "resuming after step 6, from memory" in run.errors
     assert run.losses == undisturbed.losses, "bitwise equal"
+
+
+def test_a_step_after_which_the_trainer_ends_early_is_in_memory(run: Run) -> None:
+    assert run.start([0, 1], agent=True, end_at=5) == [0, 0], run.errors
+    assert max(run.ledger) == 5
+    assert run.start([0, 1], agent=True) == [0, 0], run.errors
+    assert "resuming after step 5, from memory" in run.errors

@@ -68,7 +68,7 @@ class Run:
         self.memory_state: MemoryState | None = None
         """The state from which the run resumes, if it is in memory."""
         self.ignored_keys: list[str] | None = None
-        """What an evaluation leaves out, as the script passes it to `train`."""
+        """The keys of outputs that an evaluation ignores, as the script passes them to `train`."""
         self.own_sampler: Any = None
         """The trainer's own sampler, once it has created one."""
         self.micro_batch: int | None = None
