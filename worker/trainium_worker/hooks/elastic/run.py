@@ -297,9 +297,15 @@ class Run:
         assert sampler is not None, "the run has started"
         epoch = (trainer.state.global_step - 1) // sampler.steps_per_epoch
         trainer._maybe_log_save_evaluate(
-            trainer._tr_loss, step.grad_norm, trainer.model_wrapped, None, epoch, self.ignored_keys, time.time(),
+            trainer._tr_loss,
+            step.grad_norm,
+            trainer.model_wrapped,
+            None,
+            epoch,
+            self.ignored_keys,
+            time.time(),
             learning_rate=step.learning_rate,
-        )  # fmt: skip
+        )
 
     # -- end of a step
 
