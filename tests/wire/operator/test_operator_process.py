@@ -160,10 +160,8 @@ async def test_the_operator_leads_serves_agents_and_stops(tmp_path: Path) -> Non
         assert all("finalizers" not in raw["metadata"] for raw in jobs.values())
         assert all("annotations" not in raw["metadata"] for raw in jobs.values())
 
-        stopped = time.monotonic()
         operator.process.send_signal(signal.SIGTERM)
         assert await operator.wait_for_exit() == 0, operator.log()
-        assert time.monotonic() - stopped < scaled(15)
         assert cluster.get(LEASES, "system", "trainium-operator")["spec"]["holderIdentity"] == ""
         assert not [line for line in operator.lines if line.get("level") == "error"], operator.log()
         kinds = {write.path.rpartition("/")[2] for write in cluster.writes if write.path.startswith("/api/v1")}
