@@ -133,3 +133,15 @@ def test_waits_for_processes_use_scaled_limits() -> None:
     assert {path: lines for path, lines in lines_by_file.items() if len(lines) > ALLOWED.get(path, 0)} == {}, (
         "use until(), Deadline or scaled() of tests.testing.suite.timeouts"
     )
+
+
+def test_no_test_asserts_that_something_is_fast() -> None:
+    """A loaded machine is slow: assert an order, a count, processor time, or what ends the wait."""
+    clock = re.compile(r"^\s*assert (time\.)?(monotonic|perf_counter|time)\(\) - \w+ <")
+    lines = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if clock.search(line)
+    ]
+    assert lines == []
