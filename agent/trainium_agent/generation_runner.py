@@ -73,6 +73,8 @@ class GenerationRunner:
             GenerationLimits(membership.generation, self.grace_seconds, sample_seconds(settings.hang))
         )
         self._stop: AgreedStop | None = None
+        self._memory_remains = False
+        """Whether this pod is known to be in the next generation."""
         self._ranks: tuple[RankProcess, ...] = ()
         self._timer: asyncio.TimerHandle | None = None
         self._watcher = StateWatcher(
@@ -96,8 +98,12 @@ class GenerationRunner:
         self._watcher.start()
         self._handle(events.SimpleEvent.BEGIN)
 
-    def leave(self, order: Order, superseded_by: int = 0) -> None:
-        """Order this pod to leave the generation; `on_end` is called when no rank is alive."""
+    def leave(self, order: Order, superseded_by: int = 0, *, memory_remains: bool) -> None:
+        """Order this pod to leave the generation; `on_end` is called when no rank is alive.
+
+        memory_remains: the pod is in the next generation.
+        """
+        self._memory_remains = memory_remains
         self._handle(events.LeaveOrdered(order, superseded_by))
 
     # From any thread.
@@ -235,7 +241,14 @@ class GenerationRunner:
                 find_progress_file(self._settings, self._generation, process.local_rank) for process in self._ranks
             ]
             timeout = self.grace_seconds / 2
-            self._stop = AgreedStop(self._membership, self._node_rank, attempt, records, timeout=timeout)
+            self._stop = AgreedStop(
+                self._membership,
+                self._node_rank,
+                attempt,
+                records,
+                memory_remains=self._memory_remains,
+                timeout=timeout,
+            )
             self._stop.start()
         return self._stop
 

@@ -330,7 +330,8 @@ class AgentSupervisor:
             # Later progress of the old ranks is not reported for the new generation.
             self._report.start_generation(superseded_by, WorkerPhase.JOINING)
         if self._runner is not None:
-            self._runner.leave(order, superseded_by)
+            is_member = self._newest.find_node_rank(self._settings.pod_uid) is not None
+            self._runner.leave(order, superseded_by, memory_remains=bool(superseded_by) and is_member)
 
     def _exit_with(self, code: int) -> None:
         if not self._exit.done():

@@ -136,6 +136,11 @@ class _Reporter:
         self._stops = 0 < answer <= check
         return self._stops
 
+    def is_kept(self, step: int) -> bool:
+        """Return whether a step is in memory that remains after the stop."""
+        writer = self._writer
+        return self._stops and writer.read_memory_remains() and writer.record.memory_step == step
+
     @property
     def is_ending(self) -> bool:
         """Whether the process stops, or has reported the last step."""
@@ -266,3 +271,8 @@ def should_stop() -> bool:
 def is_ending() -> bool:
     """Return whether `should_stop` was True, or the last of `total_steps` is reported: the same on all ranks."""
     return _current_reporter().is_ending
+
+
+def is_kept(step: int) -> bool:
+    """Return whether `should_stop` was True, and this rank has saved the step to memory that remains after it."""
+    return _current_reporter().is_kept(step)

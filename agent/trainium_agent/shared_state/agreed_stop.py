@@ -2,7 +2,8 @@
 
 A rank asks at each step. One that asks after the stop was requested waits for the answer; one that asked before
 continues with its step. Each agent requests the stop of its ranks, then reads how often they have asked, and publishes
-the highest count. All ranks stop at the next check after the highest count of all, which no rank has passed.
+the highest count. All ranks stop at the next check after the highest count of all, which no rank has passed. They need
+not save to storage if each agent knows that the memory of its node remains.
 
 Guarantees:
 - All agents choose the same check. If a rank has never asked in this attempt they choose none, and the ranks of an
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainium_agent.shared_state.store import GenerationStore, StoreLostError
 from trainium_worker.progress_record import read_progress, release_stop, request_stop, stop_at
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.05
 
 
+class _Answer(NamedTuple):
+    """The check at which all ranks stop, and whether the memory of all nodes remains then."""
+
+    check: int
+    memory_remains: bool
+
+
 class AgreedStop:
     """Takes part in the stop of an attempt for one agent, in a separate thread."""
 
@@ -37,15 +45,20 @@ class AgreedStop:
         attempt: int,
         records: Sequence[Path],
         *,
+        memory_remains: bool,
         timeout: float,
         store: GenerationStore | None = None,
     ) -> None:
-        """Prepare the stop; `records` are the progress files of this pod's ranks."""
+        """Prepare the stop.
+
+        records: the progress files of this pod's ranks. memory_remains: their next attempt has the memory of this one.
+        """
         self.attempt = attempt
         self._generation = membership.generation
         self._members = len(membership.members)
         self._node_rank = node_rank
         self._records = tuple(records)
+        self._memory_remains = memory_remains
         self._timeout = timeout
         self._lock = threading.Lock()
         self._failed = False
@@ -68,7 +81,7 @@ class AgreedStop:
             if answer is None:
                 release_stop(record)
             else:
-                stop_at(record, answer)
+                stop_at(record, answer.check, memory_remains=answer.memory_remains)
         with self._lock:
             self._failed = answer is None
             signal_ranks = self._signal_ranks
@@ -95,16 +108,17 @@ class AgreedStop:
         is_current = record is not None and (record.generation, record.attempt) == (self._generation, self.attempt)
         return record.stop_checks if record is not None and is_current else 0
 
-    def _agree(self, max_checks: int) -> int | None:
-        """Return the check at which all ranks stop; None if the agents do not agree in time."""
+    def _agree(self, max_checks: int) -> _Answer | None:
+        """Return how all ranks stop; None if the agents do not agree in time."""
         store = self._store
         store.connect()
         keys = [store.format_key(self.attempt, "stop", node_rank) for node_rank in range(self._members)]
-        store.set(keys[self._node_rank], str(max_checks))
+        store.set(keys[self._node_rank], f"{max_checks} {self._memory_remains:d}")
         deadline = time.monotonic() + self._timeout
         while not store.has(*keys):
             if time.monotonic() > deadline:
                 return None
             time.sleep(_POLL_SECONDS)
-        all_checks = [int(store.get(key)) for key in keys]
-        return max(all_checks) + 1 if all(all_checks) else None
+        answers = [[int(value) for value in store.get(key).split()] for key in keys]
+        checks = [check for check, _ in answers]
+        return _Answer(max(checks) + 1, all(remains for _, remains in answers)) if all(checks) else None

@@ -92,7 +92,7 @@ class Faults(TrainerCallback):
             path = Path(os.environ["TRAINIUM_PROGRESS_FILE"])
             reading = read_progress(path)
             assert reading is not None
-            stop_at(path, reading.stop_checks + 1)
+            stop_at(path, reading.stop_checks + 1, memory_remains=self._options.get("memory_remains", False))
 
 
 def build_model(options: dict[str, Any]) -> torch.nn.Module:

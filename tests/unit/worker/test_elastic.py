@@ -166,6 +166,15 @@ def test_a_requested_stop_saves_and_exits_on_all_ranks(run: Run, undisturbed: Ru
     assert run.losses == undisturbed.losses, "bitwise equal"
 
 
+def test_a_stop_after_which_the_memory_remains_saves_nothing_on_storage(run: Run, undisturbed: Run) -> None:
+    assert run.start([0], agent=True, stop_at=5, memory_remains=True) == [STOPPED], run.errors
+    assert [path.name for path in run.output.iterdir()] == ["metrics.jsonl"]
+    assert run.start([0, 1], agent=True) == [0, 0], run.errors
+    assert "resuming after step 5, from memory" in run.errors
+    assert run.ledger == {step: samples for step, samples in undisturbed.ledger.items() if step > 5}
+    assert run.losses == pytest.approx(undisturbed.losses, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("step", "arguments"),
     [(5, {"logging_steps": 3}), (6, {}), (4, {"save_strategy": "epoch"}), (8, {"save_strategy": "epoch"})],

@@ -304,7 +304,8 @@ for step in range(1, 3000):
     time.sleep(0.02)
     trainium_worker.step(step)
     if trainium_worker.should_stop():
-        print("saved", step, flush=True)
+        trainium_worker.saved(step, trainium_worker.MEMORY)
+        print("kept" if trainium_worker.is_kept(step) else "saved", step, flush=True)
         sys.exit(int(sys.argv[1]))
 """
 
@@ -322,6 +323,19 @@ async def test_ranks_that_check_for_a_stop_end_after_the_same_step(job: AgentJob
     assert saved[0] == saved[1]
     await job.until_phase("Yielded", "b")
     assert job.agents["a"].code == 75
+
+
+async def test_ranks_keep_a_step_in_memory_when_their_pods_are_in_the_next_generation(job: AgentJob) -> None:
+    await start_generation(job, "a", **program_environment(sys.executable, "-c", STOPPING_PROGRAM, "75"))
+    job.start("b", **program_environment(sys.executable, "-c", STOPPING_PROGRAM, "75"))
+    await job.until_registered("b")
+    await job.until_training("a", step=5)
+    await job.coordinator.publish(["a", "b"], Transition.GRACEFUL)
+    await job.until_training("a", "b", generation=2, step=5)
+    assert "kept" in job.agents["a"].log
+    await job.coordinator.publish(["b"], Transition.GRACEFUL)
+    await job.until(lambda: "saved" in job.agents["a"].log, "the rank of the pod that is not a member stops")
+    await job.until(lambda: "saved" in job.agents["b"].log, "the other rank stops")
 
 
 COUNTING = "n=0; while true; do n=$((n+1)); echo step $n; sleep 0.1; "

@@ -29,8 +29,16 @@ class LockstepNodes:
         self._steps = threading.Barrier(nodes)
         self.membership: Any = SimpleNamespace(generation=1, members=(None,) * nodes)
 
-    def stop(self, node: int, *, attempt: int = 2, timeout: float = 30.0) -> AgreedStop:
-        stop = AgreedStop(self.membership, node, attempt, [self.records[node]], timeout=timeout, store=self.store)
+    def stop(self, node: int, *, attempt: int = 2, memory_remains: bool = True, timeout: float = 30.0) -> AgreedStop:
+        stop = AgreedStop(
+            self.membership,
+            node,
+            attempt,
+            [self.records[node]],
+            memory_remains=memory_remains,
+            timeout=timeout,
+            store=self.store,
+        )
         stop.signal_on_failure(lambda: self.signalled.append(node))
         return stop
 
@@ -66,6 +74,20 @@ def test_training_ranks_stop_after_the_same_step(nodes: LockstepNodes) -> None:
     assert nodes.signalled == []
 
 
+@pytest.mark.parametrize("ending", [None, 0, 2])
+def test_ranks_learn_whether_the_memory_of_all_nodes_remains(nodes: LockstepNodes, ending: int | None) -> None:
+    for program in nodes.programs:
+        program.should_stop()
+    stops = [nodes.stop(node, memory_remains=node != ending) for node in range(3)]
+    run_in_threads(*(lambda node=node: nodes.train(node) for node in range(3)), *(stop.run for stop in stops))
+    for program, step in zip(nodes.programs, nodes.stopped, strict=True):
+        assert step is not None
+        assert not program.is_kept(step), "it is not in memory"
+        program.saved(step, memory=True)
+        assert program.is_kept(step) == (ending is None)
+        assert not program.is_kept(step + 1)
+
+
 def test_ranks_that_never_check_for_a_stop_are_signalled_on_all_nodes(nodes: LockstepNodes) -> None:
     nodes.programs[0].should_stop()
     run_in_threads(*(nodes.stop(node).run for node in range(3)))
@@ -88,7 +110,7 @@ def test_ranks_are_signalled_when_no_other_agent_answers(nodes: LockstepNodes) -
 
 
 def test_an_agent_signals_its_ranks_when_it_leaves_later(nodes: LockstepNodes) -> None:
-    stop = AgreedStop(nodes.membership, 0, 2, [nodes.records[0]], timeout=0.0, store=nodes.store)
+    stop = AgreedStop(nodes.membership, 0, 2, [nodes.records[0]], memory_remains=True, timeout=0.0, store=nodes.store)
     stop.run()
     assert nodes.signalled == []
     stop.signal_on_failure(lambda: nodes.signalled.append(0))

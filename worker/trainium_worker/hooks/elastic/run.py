@@ -345,7 +345,8 @@ class Run:
         memory.save(step, trainer.model, trainer.optimizer, values, same_values=True, is_last=is_last)
         if stops:
             memory.wait()
-            if self._saved_step != step:
+            is_kept = all(open_session(None).all_gather_integers(trainium_worker.is_kept(step)))
+            if self._saved_step != step and not is_kept:
                 trainer._save_checkpoint(model, trial)
                 trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
             raise SystemExit(trainium_worker.STOPPED)
