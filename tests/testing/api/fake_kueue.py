@@ -8,7 +8,7 @@ change while quota is reserved.
 import asyncio
 from typing import Any
 
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
 from trainium_operator.cluster.api.resources import FLAVORS, WORKLOADS
 
 INTERVAL_SECONDS = 0.3
@@ -18,7 +18,7 @@ FLAVOR = "trn1"
 class FakeKueue:
     """A queue of `capacity` pods."""
 
-    def __init__(self, cluster: FakeCluster, capacity: int) -> None:
+    def __init__(self, cluster: FakeApiServer, capacity: int) -> None:
         self.cluster = cluster
         self.capacity = capacity
         spec = {"nodeLabels": {"pool": FLAVOR}, "tolerations": [{"key": "pool", "operator": "Exists"}]}

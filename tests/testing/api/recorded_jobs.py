@@ -3,8 +3,8 @@
 `job` had two crashes and a deleted pod; `failed` has no data. They were recorded by `kubectl get -o json`; the specs
 have only the fields that the client reads.
 
-`ApiServer` has fixed responses: a test sets the response of each path, also a refusal or an invalid one. Tests that
-list, watch or write use `FakeCluster` behind `FakeServer`.
+`RecordedApiServer` has fixed responses: a test sets the response of each path, also a refusal or an invalid one. Tests
+that list, watch or write use `FakeApiServer` behind `HttpApiServer`.
 """
 
 import json
@@ -78,7 +78,7 @@ def recorded_responses() -> dict[str, Any]:
     }
 
 
-class ApiServer:
+class RecordedApiServer:
     """An API server with fixed responses by path (404 without one) that records requests."""
 
     def __init__(self, answers: dict[str, Any], folder: Path) -> None:

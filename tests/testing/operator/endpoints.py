@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
 from tests.testing.operator.coordinator_fixture import tls_of_server
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import ACCESS_REVIEWS, TOKEN_REVIEWS
@@ -38,7 +38,7 @@ def may_read_metrics(spec: dict[str, Any]) -> bool:
 class EndpointsFixture:
     """An endpoint server, its API server `cluster`, and the clock `now` of the operator."""
 
-    def __init__(self, cluster: FakeCluster) -> None:
+    def __init__(self, cluster: FakeApiServer) -> None:
         self.cluster = cluster
         cluster.tokens["good"] = USER
         cluster.tokens["tenant"] = {"username": "system:serviceaccount:team:default", "groups": []}
@@ -91,7 +91,7 @@ class EndpointsFixture:
 
 @asynccontextmanager
 async def run_endpoints(
-    cluster: FakeCluster, transport: Transport | None = None, jobs: Callable[[EndpointsFixture], Jobs] | None = None
+    cluster: FakeApiServer, transport: Transport | None = None, jobs: Callable[[EndpointsFixture], Jobs] | None = None
 ) -> AsyncIterator[EndpointsFixture]:
     """Start an endpoint server wired as in `Runtime`; `jobs` provides the pages."""
     endpoints = EndpointsFixture(cluster)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-from tests.testing.api.recorded_jobs import ApiServer
+from tests.testing.api.recorded_jobs import RecordedApiServer
 from trainium_client import pod_exec
 from trainium_client.api import Api
 from trainium_client.commands import inspect, logs, profile
@@ -71,7 +71,7 @@ class Recording:
 
 
 class _AnswerQueue(dict[str, Any]):
-    """Responses for `ApiServer`: those of a path in order, and the last one repeatedly."""
+    """Responses for `RecordedApiServer`: those of a path in order, and the last one repeatedly."""
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the next response of a path."""
@@ -82,7 +82,7 @@ class _AnswerQueue(dict[str, Any]):
 
 
 def _as_server_answer(answer: Any) -> Any:
-    """Convert a response for `ApiServer`, where bytes stand for status 404."""
+    """Convert a response for `RecordedApiServer`, where bytes stand for status 404."""
     is_missing = isinstance(answer, dict) and answer.get("kind") == "Status" and answer.get("code") == 404
     return json.dumps(answer).encode() if is_missing else answer
 
@@ -119,7 +119,7 @@ def replay(
         return ExecOutput(base64.b64decode(recorded.removeprefix(_PACKED)) if is_packed else recorded.encode(), b"")
 
     answers = _AnswerQueue({path: [*answers] for path, answers in recording.answers.items()})
-    with tempfile.TemporaryDirectory() as folder, ApiServer(answers, Path(folder)).running() as server:
+    with tempfile.TemporaryDirectory() as folder, RecordedApiServer(answers, Path(folder)).running() as server:
         environment = {"KUBECONFIG": str(server.kubeconfig), "COLUMNS": str(width), "NO_COLOR": "1"}
         with (
             mock.patch.dict(os.environ, environment),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
 from tests.testing.operator.wire_messages import member, registration
 from tests.testing.virtual.operator_process import OperatorProcess, wall_clock
 from trainium_contract.faults.causes import Cause
@@ -68,7 +68,7 @@ class Agent:
 class Workers:
     """All nodes of a fake cluster; `operators` are the replicas that agents may find."""
 
-    def __init__(self, cluster: FakeCluster, nodes: int, total_steps: int) -> None:
+    def __init__(self, cluster: FakeApiServer, nodes: int, total_steps: int) -> None:
         self.cluster = cluster
         self.operators: list[OperatorProcess] = []
         self.total_steps = total_steps

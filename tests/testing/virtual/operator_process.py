@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
 from trainium_contract.api_server.errors import ApiError, ConnectionFailedError
 from trainium_operator.cluster.api.resources import JOBS
 from trainium_operator.cluster.api.transport import HttpResponse, ResponseStream
@@ -24,7 +24,7 @@ def wall_clock() -> float:
 class Connection:
     """The connection of one process; after a kill it neither sends nor receives."""
 
-    def __init__(self, cluster: FakeCluster, die_after_write: int | None) -> None:
+    def __init__(self, cluster: FakeApiServer, die_after_write: int | None) -> None:
         self.cluster = cluster
         self.killed = asyncio.Event()
         self.cut = False
@@ -72,7 +72,7 @@ class OperatorProcess:
 
     def __init__(
         self,
-        cluster: FakeCluster,
+        cluster: FakeApiServer,
         *,
         die_after_write: int | None = None,
         identity: str = "operator-0",

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, Self, TypeVar
 
-from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.api.fake_api_server import FakeApiServer, http_error
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_contract.job import TrainingJobStatus
@@ -22,7 +22,7 @@ class WorkerCluster:
     """A fake cluster whose nodes run workers, and what a test reads in it."""
 
     def __init__(self, nodes: int, total_steps: int) -> None:
-        self.cluster = FakeCluster(wall_clock)
+        self.cluster = FakeApiServer(wall_clock)
         self.workers = Workers(self.cluster, nodes, total_steps)
 
     def status(self, name: str = "llama") -> dict[str, Any]:

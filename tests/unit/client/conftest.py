@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.testing.api.recorded_jobs import ApiServer, recorded_responses
+from tests.testing.api.recorded_jobs import RecordedApiServer, recorded_responses
 from trainium_client import TrainingJob
 from trainium_client.commands.main import main
 
@@ -24,18 +24,18 @@ class CommandResult(NamedTuple):
 Command = Callable[..., CommandResult]
 
 
-def open_job(server: ApiServer, name: str = "llama") -> TrainingJob:
+def open_job(server: RecordedApiServer, name: str = "llama") -> TrainingJob:
     return TrainingJob(name, kubeconfig=str(server.kubeconfig))
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ApiServer]:
-    with ApiServer(recorded_responses(), tmp_path).running() as running:
+def server(tmp_path: Path) -> Iterator[RecordedApiServer]:
+    with RecordedApiServer(recorded_responses(), tmp_path).running() as running:
         yield running
 
 
 @pytest.fixture
-def trn(server: ApiServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def trn(server: RecordedApiServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """Return a function that runs a command of `kubectl trn`."""
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
     monkeypatch.setenv("COLUMNS", "100")

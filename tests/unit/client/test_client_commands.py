@@ -12,7 +12,7 @@ import yaml
 from tests.testing.api.recorded_jobs import (
     CORE,
     JOBS,
-    ApiServer,
+    RecordedApiServer,
     kubeconfig,
     recorded_log_as_json,
     recorded_object,
@@ -22,7 +22,7 @@ from trainium_client.commands.complete import list_candidates
 from trainium_client.commands.main import app
 
 
-def test_status_sends_one_request_for_each_kind(trn: Command, server: ApiServer) -> None:
+def test_status_sends_one_request_for_each_kind(trn: Command, server: RecordedApiServer) -> None:
     code, out, err = trn("status", "llama")
 
     assert (code, err) == (0, "")
@@ -69,7 +69,7 @@ def test_goodput_shows_the_cost_at_a_given_price(trn: Command) -> None:
     assert "--price-per-node-hour" in err
 
 
-def test_sizes_reports_ranks_without_work_and_the_loss_of_speed(trn: Command, server: ApiServer) -> None:
+def test_sizes_reports_ranks_without_work_and_the_loss_of_speed(trn: Command, server: RecordedApiServer) -> None:
     job = recorded_object("job")
     job["spec"]["workers"] |= {"replicas": 1, "accelerator": {"device": "cpu", "coresPerNode": 4}}
     job["spec"]["trainer"]["batch"] = {"globalSize": 3, "microSize": 1}
@@ -84,7 +84,7 @@ def test_sizes_reports_ranks_without_work_and_the_loss_of_speed(trn: Command, se
     assert "75.0 % of the speed" in reported
 
 
-def test_sizes_refuses_an_unknown_field_by_name(trn: Command, server: ApiServer) -> None:
+def test_sizes_refuses_an_unknown_field_by_name(trn: Command, server: RecordedApiServer) -> None:
     job = recorded_object("job")
     job["spec"]["elasticity"] = {"newer": True}
     server.answers[f"{JOBS}/llama"] = job
@@ -101,7 +101,7 @@ def test_an_unknown_job_gets_suggestions_of_similar_names(trn: Command) -> None:
     assert err == "error: there is no TrainingJob 'lama' in namespace team; did you mean llama?\n"
 
 
-def test_a_missing_right_is_named_with_verb_and_resource(trn: Command, server: ApiServer) -> None:
+def test_a_missing_right_is_named_with_verb_and_resource(trn: Command, server: RecordedApiServer) -> None:
     server.answers[f"{JOBS}/llama"] = 403
     code, _, err = trn("history", "llama")
 
@@ -110,7 +110,7 @@ def test_a_missing_right_is_named_with_verb_and_resource(trn: Command, server: A
     assert "verb 'get' on 'trainingjobs'" in err
 
 
-def test_status_names_the_resources_that_rbac_forbids(trn: Command, server: ApiServer) -> None:
+def test_status_names_the_resources_that_rbac_forbids(trn: Command, server: RecordedApiServer) -> None:
     server.answers |= {f"{CORE}/pods": 403, f"{CORE}/events": 403}
     code, out, _ = trn("status", "llama")
 
@@ -120,7 +120,7 @@ def test_status_names_the_resources_that_rbac_forbids(trn: Command, server: ApiS
     assert "events: you may not list events in namespace team" in out
 
 
-def test_a_cluster_without_the_definition_is_reported(trn: Command, server: ApiServer) -> None:
+def test_a_cluster_without_the_definition_is_reported(trn: Command, server: RecordedApiServer) -> None:
     server.answers[f"{JOBS}/llama"] = b"404 page not found\n"
 
     assert "does not know TrainingJobs" in trn("status", "llama").err
@@ -128,7 +128,7 @@ def test_a_cluster_without_the_definition_is_reported(trn: Command, server: ApiS
     assert "serves TrainingJobs as trainium.dev/v2 and this command uses v1alpha1" in trn("status", "llama").err
 
 
-def test_a_job_without_a_status_is_shown(trn: Command, server: ApiServer) -> None:
+def test_a_job_without_a_status_is_shown(trn: Command, server: RecordedApiServer) -> None:
     server.answers[f"{JOBS}/llama"] = {key: value for key, value in recorded_object("job").items() if key != "status"}
     code, out, _ = trn("status", "llama")
 
@@ -154,7 +154,7 @@ def test_an_unreachable_cluster_and_a_bad_kubeconfig_are_one_sentence(trn: Comma
     assert "no context named 'elsewhere'" in err
 
 
-def test_a_deeply_nested_job_is_shown_and_hides_no_other_job(trn: Command, server: ApiServer) -> None:
+def test_a_deeply_nested_job_is_shown_and_hides_no_other_job(trn: Command, server: RecordedApiServer) -> None:
     template = '{"a":' * 9_000 + "1" + "}" * 9_000
     deep = json.dumps(recorded_object("job")).replace('"workers": {', f'"workers": {{"template": {template}, ', 1)
     server.answers[f"{JOBS}/llama"] = deep
@@ -166,7 +166,7 @@ def test_a_deeply_nested_job_is_shown_and_hides_no_other_job(trn: Command, serve
     assert "did you mean llama" in trn("status", "lama").err
 
 
-def test_a_response_that_is_not_json_is_reported(trn: Command, server: ApiServer) -> None:
+def test_a_response_that_is_not_json_is_reported(trn: Command, server: RecordedApiServer) -> None:
     server.answers[f"{JOBS}/llama"] = "<html>log in</html>"
 
     code, out, err = trn("status", "llama")
@@ -189,7 +189,7 @@ def test_the_log_of_a_rank_is_its_own_lines(trn: Command) -> None:
 
 
 @pytest.mark.parametrize("words", [("--rank", "0"), ("--timestamps",), ("--tail", "5")])
-def test_a_json_log_is_printed_like_a_text_log(trn: Command, server: ApiServer, words: tuple[str, ...]) -> None:
+def test_a_json_log_is_printed_like_a_text_log(trn: Command, server: RecordedApiServer, words: tuple[str, ...]) -> None:
     as_text = trn("logs", "llama", *words).out
     why = json.loads(trn("why", "llama", "-o", "json").out)["logLines"]
     server.answers[f"{CORE}/pods/llama-w-0/log"] = recorded_log_as_json()
@@ -197,7 +197,7 @@ def test_a_json_log_is_printed_like_a_text_log(trn: Command, server: ApiServer, 
     assert json.loads(trn("why", "llama", "-o", "json").out)["logLines"] == why
 
 
-def test_json_output_of_logs_has_the_original_json_records(trn: Command, server: ApiServer) -> None:
+def test_json_output_of_logs_has_the_original_json_records(trn: Command, server: RecordedApiServer) -> None:
     before = [json.loads(line) for line in trn("logs", "llama", "--all", "-o", "json").out.splitlines()]
     server.answers[f"{CORE}/pods/llama-w-0/log"] = recorded_log_as_json()
     after = [json.loads(line) for line in trn("logs", "llama", "--all", "-o", "json").out.splitlines()]
@@ -218,7 +218,9 @@ def test_logs_of_a_deleted_pod_are_one_sentence(trn: Command) -> None:
     assert "no pod is left that had this rank before" in trn("logs", "llama", "--rank", "1", "--previous").err
 
 
-def test_previous_logs_come_from_the_pod_that_had_the_rank_in_the_history(trn: Command, server: ApiServer) -> None:
+def test_previous_logs_come_from_the_pod_that_had_the_rank_in_the_history(
+    trn: Command, server: RecordedApiServer
+) -> None:
     entry = server.answers[f"{JOBS}/llama"]["status"]["history"][-1]
     entry |= {"pod": "llama-w-7", "rank": 1}
     _, _, err = trn("logs", "llama", "--rank", "1", "--previous")
@@ -236,7 +238,7 @@ def test_previous_logs_come_from_the_pod_that_had_the_rank_in_the_history(trn: C
     assert (code, out) == (0, "in llama-w-7\n"), "the pod that had the rank, although another one is newer"
 
 
-def test_suspend_and_scale_patch_only_their_field(trn: Command, server: ApiServer) -> None:
+def test_suspend_and_scale_patch_only_their_field(trn: Command, server: RecordedApiServer) -> None:
     server.answers[f"{JOBS}/llama/scale"] = {}
 
     assert trn("suspend", "llama").code == 0
@@ -249,7 +251,7 @@ def test_suspend_and_scale_patch_only_their_field(trn: Command, server: ApiServe
     assert "is not suspended already" in trn("resume", "llama").err
 
 
-def test_scale_of_a_role_patches_its_replicas_only(trn: Command, server: ApiServer) -> None:
+def test_scale_of_a_role_patches_its_replicas_only(trn: Command, server: RecordedApiServer) -> None:
     job = server.answers[f"{JOBS}/llama"]
     assert (
         "llama has no role rollout; it has no roles (spec.roles)" in trn("scale", "llama", "--role", "rollout", "6").err
@@ -268,7 +270,7 @@ def test_scale_of_a_role_patches_its_replicas_only(trn: Command, server: ApiServ
     )
 
 
-def test_scale_to_zero_is_refused_and_suggests_suspend(trn: Command, server: ApiServer) -> None:
+def test_scale_to_zero_is_refused_and_suggests_suspend(trn: Command, server: RecordedApiServer) -> None:
     code, _, err = trn("scale", "llama", "0")
     assert (code, err.count("\n")) == (1, 1)
     assert "llama cannot train on 0 nodes; to release all of its nodes, suspend it: kubectl trn suspend llama" in err
@@ -276,13 +278,13 @@ def test_scale_to_zero_is_refused_and_suggests_suspend(trn: Command, server: Api
     assert all(method == "GET" for method, _, _ in server.requests)
 
 
-def test_an_ended_job_is_not_changed_and_only_a_failed_one_is_retried(trn: Command, server: ApiServer) -> None:
+def test_an_ended_job_is_not_changed_and_only_a_failed_one_is_retried(trn: Command, server: RecordedApiServer) -> None:
     for words in (("suspend", "broken"), ("scale", "broken", "2"), ("retry", "llama")):
         assert trn(*words).code == 1
     assert all(method == "GET" for method, _, _ in server.requests)
 
 
-def test_actions_print_the_next_command_and_where_a_retry_resumes(trn: Command, server: ApiServer) -> None:
+def test_actions_print_the_next_command_and_where_a_retry_resumes(trn: Command, server: RecordedApiServer) -> None:
     job = recorded_object("job")
     server.answers[f"{JOBS}/llama"] = job
     job["spec"]["suspend"] = True
@@ -320,7 +322,7 @@ def test_a_watch_in_a_pipe_ends_with_why_the_job_failed(trn: Command) -> None:
     assert rest[1] == "- What led to it: kubectl trn why broken"
 
 
-def test_a_job_that_cannot_be_recreated_is_not_deleted(trn: Command, server: ApiServer) -> None:
+def test_a_job_that_cannot_be_recreated_is_not_deleted(trn: Command, server: RecordedApiServer) -> None:
     server.answers[f"POST {JOBS}"] = 422
 
     code, _, err = trn("retry", "broken")
@@ -330,7 +332,7 @@ def test_a_job_that_cannot_be_recreated_is_not_deleted(trn: Command, server: Api
     assert not any(method == "DELETE" for method, _, _ in server.requests)
 
 
-def _allow_recreation(server: ApiServer, name: str) -> None:
+def _allow_recreation(server: RecordedApiServer, name: str) -> None:
     """Serve the job until its deletion is requested, and accept its creation."""
     path, job = f"{JOBS}/{name}", server.answers[f"{JOBS}/{name}"]
     requests = server.requests
@@ -344,12 +346,12 @@ def _allow_recreation(server: ApiServer, name: str) -> None:
     server.answers = Answers(server.answers)
 
 
-def _created_jobs(server: ApiServer) -> list[tuple[bool, Any]]:
+def _created_jobs(server: RecordedApiServer) -> list[tuple[bool, Any]]:
     return [("dryRun=All" in path, body) for method, path, body in server.requests if method == "POST"]
 
 
 def test_a_failed_job_is_recreated_as_the_corrected_file_specifies(
-    trn: Command, server: ApiServer, tmp_path: Path
+    trn: Command, server: RecordedApiServer, tmp_path: Path
 ) -> None:
     _allow_recreation(server, "broken")
     owner = [{"apiVersion": "v1", "kind": "ConfigMap", "name": "flow", "uid": "u"}]
@@ -379,7 +381,7 @@ def test_a_failed_job_is_recreated_as_the_corrected_file_specifies(
 
 
 def test_retry_keeps_the_last_applied_configuration_for_kubectl_apply(
-    trn: Command, server: ApiServer, tmp_path: Path
+    trn: Command, server: RecordedApiServer, tmp_path: Path
 ) -> None:
     last = "kubectl.kubernetes.io/last-applied-configuration"
     server.answers[f"{JOBS}/broken"]["metadata"]["annotations"] = {last: "what was applied", "mine": "yes"}
@@ -396,7 +398,7 @@ def test_retry_keeps_the_last_applied_configuration_for_kubectl_apply(
     assert applied == recreated
 
 
-def test_retry_refuses_a_file_of_another_job(trn: Command, server: ApiServer, tmp_path: Path) -> None:
+def test_retry_refuses_a_file_of_another_job(trn: Command, server: RecordedApiServer, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     for text, output in (
         ("kind: Pod", "has no TrainingJob with a name"),
@@ -410,7 +412,7 @@ def test_retry_refuses_a_file_of_another_job(trn: Command, server: ApiServer, tm
     assert all(method == "GET" for method, _, _ in server.requests)
 
 
-def test_release_removes_the_entry_of_a_machine(trn: Command, server: ApiServer) -> None:
+def test_release_removes_the_entry_of_a_machine(trn: Command, server: RecordedApiServer) -> None:
     entry = "machine: aws:///a/i-0\nnode: node-3\nstate: Permanent\n"
     server.answers[QUARANTINE] = {"data": {"about": "", "aws.a.i-0": entry}}
 
@@ -422,7 +424,7 @@ def test_release_removes_the_entry_of_a_machine(trn: Command, server: ApiServer)
 
 
 def test_a_machine_whose_node_was_renamed_is_shown_and_released_by_the_new_name(
-    trn: Command, server: ApiServer
+    trn: Command, server: RecordedApiServer
 ) -> None:
     entry = "machine: aws:///a/i-0\nnode: node-3\nstate: Permanent\n"
     server.answers[QUARANTINE] = {"data": {"aws.a.i-0": entry}}
@@ -453,7 +455,7 @@ def test_every_command_takes_a_namespace_a_context_and_an_output(trn: Command) -
         assert all(option in out for option in options), name
 
 
-def test_a_job_of_another_namespace_is_named_with_its_namespace(trn: Command, server: ApiServer) -> None:
+def test_a_job_of_another_namespace_is_named_with_its_namespace(trn: Command, server: RecordedApiServer) -> None:
     everywhere = "/apis/trainium.dev/v1alpha1/trainingjobs"
     server.answers[everywhere] = {"items": [{"metadata": {"name": "elsewhere", "namespace": "team-b"}}]}
     error = trn("status", "elsewhere").err
@@ -461,7 +463,7 @@ def test_a_job_of_another_namespace_is_named_with_its_namespace(trn: Command, se
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_output_to_a_full_disk_is_one_sentence(server: ApiServer, form: str) -> None:
+def test_output_to_a_full_disk_is_one_sentence(server: RecordedApiServer, form: str) -> None:
     command = [sys.executable, "-m", "trainium_client.commands.main", "status", "llama", "-o", form, "--kubeconfig"]
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
@@ -471,7 +473,7 @@ def test_output_to_a_full_disk_is_one_sentence(server: ApiServer, form: str) -> 
     assert ended.stderr == "error: cannot write the output: No space left on device\n"
 
 
-def test_a_command_loads_neither_models_nor_the_library_for_event_loops(server: ApiServer) -> None:
+def test_a_command_loads_neither_models_nor_the_library_for_event_loops(server: RecordedApiServer) -> None:
     program = (
         "import sys; from trainium_client.commands.main import main\n"
         f"try: main(['status', 'llama', '--kubeconfig', {str(server.kubeconfig)!r}])\n"
@@ -486,7 +488,7 @@ def test_a_command_loads_neither_models_nor_the_library_for_event_loops(server: 
 
 
 def test_a_read_is_repeated_once_without_a_word_when_the_server_closes_the_connection(
-    trn: Command, server: ApiServer, monkeypatch: pytest.MonkeyPatch
+    trn: Command, server: RecordedApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handler: Any = server._server.RequestHandlerClass
     answer = handler.do_GET
@@ -530,7 +532,7 @@ def test_shell_completion_offers_commands_and_then_jobs() -> None:
 
 
 def test_an_exec_plugin_provides_the_token_and_its_failure_is_one_sentence(
-    trn: Command, server: ApiServer, tmp_path: Path
+    trn: Command, server: RecordedApiServer, tmp_path: Path
 ) -> None:
     def kubeconfig_options(*command: str) -> list[str]:
         plugin: dict[str, Any] = {"apiVersion": "client.authentication.k8s.io/v1", "command": command[0]}
@@ -555,7 +557,9 @@ def test_an_exec_plugin_provides_the_token_and_its_failure_is_one_sentence(
         assert output in refused.err
 
 
-def test_jobs_are_listed_ended_ones_last_also_by_a_status_without_a_name(trn: Command, server: ApiServer) -> None:
+def test_jobs_are_listed_ended_ones_last_also_by_a_status_without_a_name(
+    trn: Command, server: RecordedApiServer
+) -> None:
     server.answers["/apis/trainium.dev/v1alpha1/trainingjobs"] = server.answers[JOBS]
     code, out, err = trn("list")
     assert (code, err) == (0, "")

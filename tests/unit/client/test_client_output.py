@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tests.testing.api.recorded_jobs import JOBS, ApiServer
+from tests.testing.api.recorded_jobs import JOBS, RecordedApiServer
 from tests.unit.client.conftest import QUARANTINE, Command
 from trainium_client import pod_exec
 from trainium_client.pod_exec import ExecOutput
@@ -25,7 +25,7 @@ def run_as_json(trn: Command, *arguments: str) -> Any:
     return json.loads(out)
 
 
-def test_json_output_reports_what_an_action_changed(trn: Command, server: ApiServer) -> None:
+def test_json_output_reports_what_an_action_changed(trn: Command, server: RecordedApiServer) -> None:
     server.answers[f"{JOBS}/llama/scale"] = {}
     identity = {"name": "llama", "namespace": "team"}
 
@@ -38,7 +38,7 @@ def test_json_output_reports_what_an_action_changed(trn: Command, server: ApiSer
     assert scaled == {"message": scaled["message"], **identity, "nodes": 4}
 
 
-def test_json_output_of_release_has_the_strikes_of_the_machine(trn: Command, server: ApiServer) -> None:
+def test_json_output_of_release_has_the_strikes_of_the_machine(trn: Command, server: RecordedApiServer) -> None:
     strikes = [{"at": 1.0, "cause": "Device", "job": "team/llama", "evidence": "e"}]
     record = {"node": "node-2", "machine": "i-1", "strikes": strikes, "since": 1.0}
     server.answers[QUARANTINE] = {"data": {"i-1": json.dumps(record)}}
@@ -98,7 +98,7 @@ def test_stacks_prints_the_training_thread_before_waiting_threads(trn: Command) 
 
 
 @pytest.mark.parametrize("command", ["status llama", "history llama", "logs llama --all", "sizes llama -o json"])
-def test_a_closed_pipe_ends_a_command_silently(server: ApiServer, command: str) -> None:
+def test_a_closed_pipe_ends_a_command_silently(server: RecordedApiServer, command: str) -> None:
     words = [sys.executable, "-m", "trainium_client.commands.main", *command.split()]
     environment = {**os.environ, "KUBECONFIG": str(server.kubeconfig)}
     reader, writer = os.pipe()
@@ -136,7 +136,7 @@ def test_a_manifest_is_simulated_by_the_operators_program(trn: Command) -> None:
     assert json.loads(out)["results"][0]["days"] == 0.1
 
 
-def test_a_job_of_the_cluster_is_simulated_with_its_spec(trn: Command, server: ApiServer) -> None:
+def test_a_job_of_the_cluster_is_simulated_with_its_spec(trn: Command, server: RecordedApiServer) -> None:
     server.answers[f"{JOBS}/llama"]["spec"] = {
         "workers": {"replicas": 3, "accelerator": {"device": "cpu"}}, "trainer": {"batch": {"globalSize": 24}}
     }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.testing.api.recorded_jobs import ApiServer, recorded_responses
+from tests.testing.api.recorded_jobs import RecordedApiServer, recorded_responses
 
 ROOT = Path(__file__).parents[3]
 BASE = "https://example.com/releases/v1"
@@ -65,7 +65,7 @@ def test_the_plugin_runs_through_its_symlink(plugin: Callable[..., CompletedComm
 def test_commands_answer_from_an_api_server(
     plugin: Callable[..., CompletedCommand], tmp_path: Path, command: str
 ) -> None:
-    with ApiServer(recorded_responses(), tmp_path).running() as server:
+    with RecordedApiServer(recorded_responses(), tmp_path).running() as server:
         output = plugin("kubectl-trn", command, "llama", "-o", "json", KUBECONFIG=str(server.kubeconfig))
     assert (output.returncode, output.stderr) == (0, "")
     assert json.loads(output.stdout)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from tests.testing.api.recorded_jobs import JOBS, ApiServer
+from tests.testing.api.recorded_jobs import JOBS, RecordedApiServer
 from tests.unit.client.conftest import Command
 from trainium_client import pod_exec
 from trainium_client.commands import profile
@@ -61,7 +61,7 @@ def profile_requests(workers: FakeWorkers) -> dict[str, tuple[str, ...]]:
 
 
 def test_the_slowest_rank_and_another_record_the_same_steps_a_few_seconds_ahead(
-    trn: Command, server: ApiServer, workers: FakeWorkers, tmp_path: Path
+    trn: Command, server: RecordedApiServer, workers: FakeWorkers, tmp_path: Path
 ) -> None:
     pods = [row["cells"][0] for row in server.answers["/api/v1/namespaces/team/pods"]["rows"]]
     server.answers[f"{JOBS}/llama"]["status"]["stragglers"] = [{"pod": "llama-w-2", "slowdown": 1.8}]
@@ -108,7 +108,9 @@ def test_ranks_and_steps_that_do_not_exist_are_refused(
     assert workers.commands == []
 
 
-def test_a_job_that_cannot_be_recorded_reports_why(trn: Command, server: ApiServer, workers: FakeWorkers) -> None:
+def test_a_job_that_cannot_be_recorded_reports_why(
+    trn: Command, server: RecordedApiServer, workers: FakeWorkers
+) -> None:
     assert "broken is Failed: only the steps of a job that trains can be recorded" in trn("profile", "broken").err
     server.answers[f"{JOBS}/llama"]["spec"]["program"] = {"command": ["python"]}
     assert "record them in the program with torch.profiler; `kubectl trn stacks llama`" in trn("profile", "llama").err

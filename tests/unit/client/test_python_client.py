@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded_log_as_json, recorded_object
+from tests.testing.api.recorded_jobs import CORE, JOBS, RecordedApiServer, recorded_log_as_json, recorded_object
 from tests.unit.client.conftest import open_job
 from trainium_client import ClientError, JobFailedError, TrainingJob
 from trainium_contract.job import TrainingJobSpec
 
 
-def test_a_job_is_read_as_the_commands_read_it(server: ApiServer) -> None:
+def test_a_job_is_read_as_the_commands_read_it(server: RecordedApiServer) -> None:
     job = open_job(server)
 
     assert job.status().step == 263
@@ -23,7 +23,7 @@ def test_a_job_is_read_as_the_commands_read_it(server: ApiServer) -> None:
         job.logs(9)
 
 
-def test_text_and_json_logs_of_a_rank_read_the_same(server: ApiServer) -> None:
+def test_text_and_json_logs_of_a_rank_read_the_same(server: RecordedApiServer) -> None:
     lines = open_job(server).logs()
     assert lines
     assert lines[0].startswith("02:08:38 rank 0 INFO step 106/4000")
@@ -36,7 +36,7 @@ def test_text_and_json_logs_of_a_rank_read_the_same(server: ApiServer) -> None:
     assert open_job(server).logs() == ["Traceback", "KeyError: 1", "KeyError: 1"]
 
 
-def test_a_typed_spec_is_applied_in_the_context_s_namespace(server: ApiServer) -> None:
+def test_a_typed_spec_is_applied_in_the_context_s_namespace(server: RecordedApiServer) -> None:
     spec = TrainingJobSpec.model_validate({"trainer": {"steps": 7}})
 
     TrainingJob.from_spec("llama", spec, kubeconfig=str(server.kubeconfig)).apply()
@@ -48,7 +48,7 @@ def test_a_typed_spec_is_applied_in_the_context_s_namespace(server: ApiServer) -
     assert body["spec"]["trainer"]["steps"] == 7
 
 
-def test_a_manifest_is_applied_as_it_is_written(server: ApiServer, tmp_path: Path) -> None:
+def test_a_manifest_is_applied_as_it_is_written(server: RecordedApiServer, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     manifest = {"kind": "TrainingJob", "metadata": {"name": "x", "namespace": "team", "labels": {"a": "b"}}, "spec": {}}
     path.write_text(json.dumps(manifest))
@@ -61,7 +61,7 @@ def test_a_manifest_is_applied_as_it_is_written(server: ApiServer, tmp_path: Pat
         TrainingJob.from_file(path)
 
 
-def test_waiting_ends_with_the_phase_the_verdict_or_the_time(server: ApiServer) -> None:
+def test_waiting_ends_with_the_phase_the_verdict_or_the_time(server: RecordedApiServer) -> None:
     reads = []
 
     def finish(_seconds: float) -> None:
@@ -77,18 +77,18 @@ def test_waiting_ends_with_the_phase_the_verdict_or_the_time(server: ApiServer) 
         open_job(server).wait("Suspended")
 
 
-def test_waiting_has_a_limit(server: ApiServer) -> None:
+def test_waiting_has_a_limit(server: RecordedApiServer) -> None:
     with pytest.raises(ClientError, match="is Running after 0 s, not Completed"):
         open_job(server).wait(timeout_seconds=0)
 
 
-def test_delete_sends_the_uid_and_accepts_a_missing_job(server: ApiServer) -> None:
+def test_delete_sends_the_uid_and_accepts_a_missing_job(server: RecordedApiServer) -> None:
     open_job(server).delete()
     assert server.requests[-1][2]["preconditions"] == {"uid": recorded_object("job")["metadata"]["uid"]}
     open_job(server, "gone").delete()
 
 
-def test_suspend_and_resume_are_patches(server: ApiServer) -> None:
+def test_suspend_and_resume_are_patches(server: RecordedApiServer) -> None:
     open_job(server).suspend()
     open_job(server).resume()
 
@@ -98,7 +98,7 @@ def test_suspend_and_resume_are_patches(server: ApiServer) -> None:
     ]
 
 
-def test_retry_needs_a_failed_job_and_takes_a_corrected_spec(server: ApiServer) -> None:
+def test_retry_needs_a_failed_job_and_takes_a_corrected_spec(server: RecordedApiServer) -> None:
     with pytest.raises(ClientError, match="only a failed job can be retried, and llama is Running"):
         open_job(server).retry()
     server.answers |= {f"POST {JOBS}": 422}

@@ -4,7 +4,7 @@ import json
 import tarfile
 from pathlib import Path
 
-from tests.testing.api.recorded_jobs import CORE, ApiServer, recorded_object
+from tests.testing.api.recorded_jobs import CORE, RecordedApiServer, recorded_object
 from tests.unit.client.conftest import Command
 from trainium_client.commands.bundle import redact
 
@@ -25,7 +25,7 @@ def build_pod(name: str) -> dict[str, object]:
     }
 
 
-def test_a_support_bundle_has_every_part_and_no_secret(trn: Command, server: ApiServer, tmp_path: Path) -> None:
+def test_a_support_bundle_has_every_part_and_no_secret(trn: Command, server: RecordedApiServer, tmp_path: Path) -> None:
     answers = server.answers
     answers[f"{CORE}/pods"] = {"items": [build_pod("llama-w-0"), build_pod("llama-w-2")]}
     answers[f"{CORE}/pods/llama-w-0/log"] = f"2026-11-23T02:00:00Z password={SECRET}\n2026-11-23T02:00:01Z step 1\n"

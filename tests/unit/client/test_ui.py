@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded_object, recorded_responses
+from tests.testing.api.recorded_jobs import CORE, JOBS, RecordedApiServer, recorded_object, recorded_responses
 from tests.testing.page.browser import CHROMIUM, browser
 from tests.testing.page.html_page import Page
 from tests.testing.suite.timeouts import until
@@ -30,7 +30,7 @@ HOSTILE = '"><script>document.title="hacked"</script><img src=x onerror=alert(2)
 class UiHarness:
     """The server of `ui` with recorded responses and a clock that tests set."""
 
-    def __init__(self, api: ApiServer) -> None:
+    def __init__(self, api: RecordedApiServer) -> None:
         self.api = api
         self.now = 0.0
         local = LocalPages(self.open_api, "/secret", monotonic=lambda: self.now)
@@ -52,7 +52,7 @@ class UiHarness:
 
 
 @contextmanager
-def run_ui(api: ApiServer) -> Iterator[UiHarness]:
+def run_ui(api: RecordedApiServer) -> Iterator[UiHarness]:
     harness = UiHarness(api)
     thread = threading.Thread(target=harness.server.serve_forever, args=(0.05,))
     thread.start()
@@ -70,7 +70,7 @@ def run_ui(api: ApiServer) -> Iterator[UiHarness]:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[UiHarness]:
-    with ApiServer(recorded_responses(), tmp_path).running() as api, run_ui(api) as harness:
+    with RecordedApiServer(recorded_responses(), tmp_path).running() as api, run_ui(api) as harness:
         yield harness
 
 

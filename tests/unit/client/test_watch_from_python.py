@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from tests.testing.api.recorded_jobs import JOBS, ApiServer
+from tests.testing.api.recorded_jobs import JOBS, RecordedApiServer
 from tests.testing.page.html_page import Page
 from tests.unit.client.conftest import open_job
 from trainium_client.live import NotebookDisplay, TerminalDisplay, find_notebook_display
@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 120
 class ProgressOnPause:
     """A job that makes ten steps at each pause and completes at the third."""
 
-    def __init__(self, server: ApiServer) -> None:
+    def __init__(self, server: RecordedApiServer) -> None:
         self.status = server.answers[f"{JOBS}/llama"]["status"]
         self.pauses = 0
 
@@ -32,7 +32,7 @@ class ProgressOnPause:
 
 
 def test_in_a_pipe_each_change_is_a_line_until_the_job_has_ended(
-    server: ApiServer, capsys: pytest.CaptureFixture[str]
+    server: RecordedApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     last = open_job(server).watch(pause=ProgressOnPause(server).pause)
     lines = capsys.readouterr().out.splitlines()
@@ -40,7 +40,7 @@ def test_in_a_pipe_each_change_is_a_line_until_the_job_has_ended(
     assert [line.split()[2].rstrip(",") for line in lines] == ["263/4000", "273/4000", "283/4000", "293/4000"]
 
 
-def test_an_interrupted_or_timed_out_watch_leaves_the_job_alone(server: ApiServer) -> None:
+def test_an_interrupted_or_timed_out_watch_leaves_the_job_alone(server: RecordedApiServer) -> None:
     def interrupt(_seconds: float) -> None:
         raise KeyboardInterrupt
 
@@ -49,14 +49,14 @@ def test_an_interrupted_or_timed_out_watch_leaves_the_job_alone(server: ApiServe
     assert {method for method, _, _ in server.requests} == {"GET"}
 
 
-def test_a_terminal_shows_the_screen_of_status_in_place(server: ApiServer) -> None:
+def test_a_terminal_shows_the_screen_of_status_in_place(server: RecordedApiServer) -> None:
     file = io.StringIO()
     with Live(console=Console(file=file, force_terminal=True, width=100), auto_refresh=False) as live:
         TerminalDisplay(live).show(open_job(server).status(), ())
     assert "step 263/4000" in file.getvalue()
 
 
-def test_a_notebook_updates_the_output_of_one_cell(server: ApiServer) -> None:
+def test_a_notebook_updates_the_output_of_one_cell(server: RecordedApiServer) -> None:
     shown: list[tuple[str, dict[str, str], dict[str, Any]]] = []
 
     class Handle:
@@ -84,7 +84,7 @@ def test_without_a_kernel_there_is_no_notebook(monkeypatch: pytest.MonkeyPatch) 
     assert find_notebook_display() is None
 
 
-def test_in_a_real_kernel_each_cell_shows_the_last_state_alone(server: ApiServer) -> None:
+def test_in_a_real_kernel_each_cell_shows_the_last_state_alone(server: RecordedApiServer) -> None:
     import nbclient
     import nbformat
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import typer
 
-from tests.testing.api.recorded_jobs import JOBS, RECORDED, ApiServer, recorded_responses
+from tests.testing.api.recorded_jobs import JOBS, RECORDED, RecordedApiServer, recorded_responses
 from tests.testing.outputs.blocks import commands, update_blocks, without_blocks
 from tests.testing.outputs.commands import PAGES, SLOW, output, recording_of
 from tests.testing.outputs.recording import Recording, record, replay
@@ -79,7 +79,7 @@ def test_a_reset_connection_prints_nothing(tmp_path: Path, capfd: pytest.Capture
         shut(server, request)
         handled.set()
 
-    server = ApiServer({}, tmp_path)
+    server = RecordedApiServer({}, tmp_path)
     with server.running(), mock.patch.object(LoopbackServer, "shutdown_request", shut_now):
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -104,7 +104,7 @@ def test_a_recorded_write_is_replayed_for_the_same_request() -> None:
 
 def test_a_write_is_recorded_with_its_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = recorded_responses() | {f"{JOBS}/llama/scale": {"kind": "Scale", "spec": {"replicas": 1}}}
-    with ApiServer(answers, tmp_path).running() as server:
+    with RecordedApiServer(answers, tmp_path).running() as server:
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
         found, text = record(["scale", "llama", "1"], "team")
     key = f"PATCH {JOBS}/llama/scale"

@@ -119,7 +119,7 @@ ALLOWED = {
     "tests/wire/cluster/test_operator_transport.py": 1,
     "tests/wire/agent/coordinator_server.py": 1,
     "tests/wire/operator/test_operator_stored_json.py": 1,
-    "tests/testing/api/fake_http.py": 1,
+    "tests/testing/api/http_api_server.py": 1,
 }
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, Fault, http_error
+from tests.testing.api.fake_api_server import FakeApiServer, Fault, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_contract.api_server import errors
 from trainium_contract.api_server.errors import ConnectionFailedError
@@ -38,7 +38,7 @@ def fail_first(times: int, outcome: HttpResponse | Exception) -> Fault:
 )
 @in_virtual_time
 async def test_a_request_is_retried_on_overload_and_outage(outcome: HttpResponse | Exception) -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.faults.append(fail_first(3, outcome))
     await Api(cluster).create(CONFIG_MAPS, "default", BODY)
     assert len(cluster.requests) == 4
@@ -47,7 +47,7 @@ async def test_a_request_is_retried_on_overload_and_outage(outcome: HttpResponse
 
 @in_virtual_time
 async def test_retry_after_is_honoured() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.add(CONFIG_MAPS, BODY)
     cluster.faults.append(fail_first(1, http_error(429, "TooManyRequests", retry_after="7")))
     started = asyncio.get_running_loop().time()
@@ -57,7 +57,7 @@ async def test_retry_after_is_honoured() -> None:
 
 @in_virtual_time
 async def test_a_request_fails_after_its_attempts() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.down = True
     with pytest.raises(errors.UnavailableError):
         await Api(cluster).get(CONFIG_MAPS, "default", "a")
@@ -81,7 +81,7 @@ async def test_a_request_fails_after_its_attempts() -> None:
 async def test_other_refusals_are_raised_at_once_with_the_servers_message(
     status: int, reason: str, kind: type[errors.ApiError]
 ) -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.faults.append(lambda *_: http_error(status, reason, "the server's sentence"))
     with pytest.raises(kind, match="the server's sentence"):
         await Api(cluster).get(CONFIG_MAPS, "default", "a")
@@ -90,7 +90,7 @@ async def test_other_refusals_are_raised_at_once_with_the_servers_message(
 
 @in_virtual_time
 async def test_a_response_that_is_not_json_is_an_error_with_its_status() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.faults.append(lambda *_: HttpResponse(502, {}, b"<html>bad gateway</html>"))
     with pytest.raises(errors.UnavailableError, match=r"HTTP 502.*bad gateway"):
         await Api(cluster).get(CONFIG_MAPS, "default", "a", attempts=1)
@@ -103,7 +103,7 @@ async def test_paths_and_bodies_are_those_of_the_kubernetes_api() -> None:
     assert PODS.build_path("ns", "a") == "/api/v1/namespaces/ns/pods/a"
     assert LEASES.api_version == "coordination.k8s.io/v1"
 
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.add(PODS, {"metadata": {"name": "a"}})
     api = Api(cluster)
     await api.apply(CONFIG_MAPS, "ns", "b", {"data": {"k": "v"}})

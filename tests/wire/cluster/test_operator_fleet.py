@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, Write, http_error
+from tests.testing.api.fake_api_server import FakeApiServer, Write, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import training_job, until, wall_clock
 from trainium_operator.cluster.api.client import Api
@@ -27,7 +27,7 @@ FRACTION = 0.0006
 class FleetReplica:
     """The part of an operator process that reconciles the fleet."""
 
-    def __init__(self, cluster: FakeCluster, *, taints: bool = False) -> None:
+    def __init__(self, cluster: FakeApiServer, *, taints: bool = False) -> None:
         self.cluster = cluster
         self.leading = asyncio.Event()
         self.changes = 0
@@ -71,8 +71,8 @@ class FleetReplica:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def create_cluster(nodes: int = 10) -> FakeCluster:
-    cluster = FakeCluster(wall_clock)
+def create_cluster(nodes: int = 10) -> FakeApiServer:
+    cluster = FakeApiServer(wall_clock)
     cluster.add(JOBS, training_job("llama"))
     witness = training_job("witness")
     cluster.add(JOBS, {**witness, "metadata": {**witness["metadata"], "namespace": "elsewhere"}})
@@ -93,8 +93,8 @@ def create_cluster(nodes: int = 10) -> FakeCluster:
 
 @asynccontextmanager
 async def running_replica(
-    cluster: FakeCluster | None = None, *, taints: bool = False, leading: bool = True
-) -> AsyncIterator[tuple[FakeCluster, FleetReplica]]:
+    cluster: FakeApiServer | None = None, *, taints: bool = False, leading: bool = True
+) -> AsyncIterator[tuple[FakeApiServer, FleetReplica]]:
     cluster = cluster or create_cluster()
     replica = FleetReplica(cluster, taints=taints)
     await replica.start(leading=leading)
@@ -102,7 +102,7 @@ async def running_replica(
     await replica.stop()
 
 
-def report_failure(cluster: FakeCluster, node: str) -> None:
+def report_failure(cluster: FakeApiServer, node: str) -> None:
     """Report a failure from jobs of two namespaces, which confirms it."""
 
     def change(raw: dict[str, Any]) -> None:
@@ -124,15 +124,15 @@ def set_condition(kind: str, status: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def memory(cluster: FakeCluster) -> Memory:
+def memory(cluster: FakeApiServer) -> Memory:
     return decode(cluster.get(CONFIG_MAPS, "system", MEMORY)["data"])
 
 
-def taints(cluster: FakeCluster, node: str) -> dict[str, str]:
+def taints(cluster: FakeApiServer, node: str) -> dict[str, str]:
     return {taint["key"]: taint.get("value", "") for taint in cluster.get(NODES, "", node)["spec"]["taints"]}
 
 
-def writes(cluster: FakeCluster) -> list[Write]:
+def writes(cluster: FakeApiServer) -> list[Write]:
     return [write for write in cluster.writes if "events" not in write.path]
 
 

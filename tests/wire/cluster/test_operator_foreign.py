@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
 from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
@@ -34,7 +34,7 @@ from trainium_operator.plan.model import names
 from trainium_operator.settings import Settings
 
 
-def owner_reference(cluster: FakeCluster, **changes: Any) -> dict[str, Any]:
+def owner_reference(cluster: FakeApiServer, **changes: Any) -> dict[str, Any]:
     uid = cluster.get(JOBS, "default", "llama")["metadata"]["uid"]
     reference = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "name": "llama", "uid": uid, "controller": True}
     return {**reference, **changes}
@@ -52,7 +52,7 @@ def worker_pod(name: str, namespace: str, reference: dict[str, Any], label: str 
 
 
 @asynccontextmanager
-async def training_scenario() -> AsyncIterator[tuple[FakeCluster, OperatorProcess, Workers]]:
+async def training_scenario() -> AsyncIterator[tuple[FakeApiServer, OperatorProcess, Workers]]:
     async with Scenario(training_job("llama"), nodes=3, total_steps=10_000) as scenario:
         await scenario.wait_for_steps(seconds=60)
         yield scenario.cluster, scenario.process, scenario.workers
@@ -142,7 +142,7 @@ async def test_a_foreign_object_with_a_taken_name_is_unchanged_and_reported(
 
 @in_virtual_time
 async def test_a_job_of_another_controller_is_ignored() -> None:
-    cluster = FakeCluster(wall_clock)
+    cluster = FakeApiServer(wall_clock)
     raw = training_job("llama")
     raw["spec"]["managedBy"] = "acme.io/scheduler"
     raw["spec"]["ofAnotherVersion"] = {"that": ["this operator", 1, "cannot read"]}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import Write, http_error
+from tests.testing.api.fake_api_server import Write, http_error
 from tests.testing.api.fake_kueue import FLAVOR, FakeKueue
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.operator_process import training_job, until

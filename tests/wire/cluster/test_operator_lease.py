@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.api.fake_api_server import FakeApiServer, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import LEASES
@@ -15,7 +15,7 @@ from trainium_operator.settings import Settings
 
 
 def create_elector(
-    cluster: FakeCluster, identity: str, *, clock_error: float = 0.0, times: LeaseTimes | None = None
+    cluster: FakeApiServer, identity: str, *, clock_error: float = 0.0, times: LeaseTimes | None = None
 ) -> LeaseElector:
     loop = asyncio.get_running_loop()
     return LeaseElector(
@@ -32,7 +32,7 @@ def create_elector(
 class LeaseReplica:
     """A replica that acquires the Lease and holds it."""
 
-    def __init__(self, cluster: FakeCluster, identity: str, **options: Any) -> None:
+    def __init__(self, cluster: FakeApiServer, identity: str, **options: Any) -> None:
         self.elector = create_elector(cluster, identity, **options)
         self.led_at: float | None = None
         self._leads = asyncio.Event()
@@ -57,20 +57,20 @@ class LeaseReplica:
         await self._leads.wait()
 
 
-async def start_leader() -> tuple[FakeCluster, LeaseReplica]:
-    cluster = FakeCluster()
+async def start_leader() -> tuple[FakeApiServer, LeaseReplica]:
+    cluster = FakeApiServer()
     first = LeaseReplica(cluster, "a")
     await first.wait_until_leading()
     return cluster, first
 
 
-def holder(cluster: FakeCluster) -> str:
+def holder(cluster: FakeApiServer) -> str:
     return cluster.get(LEASES, "ns", "lease")["spec"]["holderIdentity"]
 
 
 @in_virtual_time
 async def test_a_free_lease_is_acquired_at_once_and_held() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     started = asyncio.get_running_loop().time()
     replica = LeaseReplica(cluster, "a")
     await replica.wait_until_leading()
@@ -107,7 +107,7 @@ async def test_a_candidate_waits_for_the_whole_lease_after_a_crash() -> None:
 async def test_a_holder_that_cannot_renew_stops_before_the_candidate_leads(
     duration: int, deadline: float, retry: float
 ) -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     times = LeaseTimes.of(duration=duration, renew_deadline=deadline, retry=retry)
     first, loop = LeaseReplica(cluster, "a", times=times), asyncio.get_running_loop()
     await first.wait_until_leading()
@@ -196,7 +196,7 @@ async def test_nudges_cause_at_most_five_checks_a_second() -> None:
 
 @in_virtual_time
 async def test_a_restarted_container_acquires_its_lease_at_once() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     first, loop = LeaseReplica(cluster, "pod-1_uid"), asyncio.get_running_loop()
     await first.wait_until_leading()
     await first.crash()
@@ -235,7 +235,7 @@ async def test_a_deleted_lease_is_recreated_by_its_holder() -> None:
 
 @in_virtual_time
 async def test_a_candidate_waits_for_the_api_server() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.down = True
     first = LeaseReplica(cluster, "a")
     await asyncio.sleep(120)
@@ -255,7 +255,7 @@ async def test_a_candidate_waits_for_the_api_server() -> None:
 )
 @in_virtual_time
 async def test_a_malformed_lease_can_be_acquired_and_held(spec: Any) -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.add(LEASES, {"metadata": {"name": "lease", "namespace": "ns"}, "spec": spec})
     replica = LeaseReplica(cluster, "a")
     await replica.wait_until_leading()

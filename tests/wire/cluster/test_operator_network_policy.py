@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import Fault, http_error
+from tests.testing.api.fake_api_server import Fault, http_error
 from tests.testing.operator.rbac import RIGHTS, Scope
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual import replicas

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import lose_node
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until
@@ -41,7 +41,7 @@ def add_newer_fields(raw: dict[str, Any]) -> None:
 
 
 @asynccontextmanager
-async def training_scenario() -> AsyncIterator[tuple[Scenario, FakeCluster]]:
+async def training_scenario() -> AsyncIterator[tuple[Scenario, FakeApiServer]]:
     async with Scenario(training_job("llama", spares=1), nodes=5) as scenario:
         await scenario.wait_for_steps(seconds=60)
         yield scenario, scenario.cluster

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.api.fake_api_server import FakeApiServer, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import OperatorProcess, until, wall_clock
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DEPLOYMENTS, LEASES, SECRETS
@@ -20,15 +20,15 @@ OURS = {(LEASES.plural, NAME), (CONFIG_MAPS.plural, MEMORY)}
 FOREIGN_OWNER = {"apiVersion": "v1", "kind": "ConfigMap", "name": "theirs", "uid": "theirs"}
 
 
-def installed_cluster(**fields: Any) -> FakeCluster:
-    cluster = FakeCluster(wall_clock)
+def installed_cluster(**fields: Any) -> FakeApiServer:
+    cluster = FakeApiServer(wall_clock)
     cluster.add(SECRETS, {"metadata": {"name": f"{NAME}-coordinator-tls", "namespace": "system"}})
     cluster.add(DEPLOYMENTS, {"metadata": {"name": NAME, "namespace": "system", "uid": "first", **fields}})
     return cluster
 
 
 @asynccontextmanager
-async def running_operator(cluster: FakeCluster, **more: Any) -> AsyncIterator[None]:
+async def running_operator(cluster: FakeApiServer, **more: Any) -> AsyncIterator[None]:
     process = OperatorProcess(cluster, identity="operator-0", settings=Settings(**{"deployment": NAME, **more}))
     await process.runtime.certificate_keeper.refresh(write=True)
     await process.start()
@@ -39,11 +39,11 @@ async def running_operator(cluster: FakeCluster, **more: Any) -> AsyncIterator[N
         await process.kill()
 
 
-def existing_objects(cluster: FakeCluster) -> set[tuple[str, str]]:
+def existing_objects(cluster: FakeApiServer) -> set[tuple[str, str]]:
     return {(key[0], key[2]) for key in cluster.objects} & OURS
 
 
-def owners(cluster: FakeCluster) -> dict[tuple[str, str], list[Any]]:
+def owners(cluster: FakeApiServer) -> dict[tuple[str, str], list[Any]]:
     metadata_by_key = {key: cluster.objects[key[0], "system", key[1]]["metadata"] for key in existing_objects(cluster)}
     return {
         key: [owner["uid"] for owner in metadata.get("ownerReferences") or []]

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
 from tests.testing.api.token_issuer import ISSUER
 from tests.testing.operator.rbac import RIGHTS, NamedAfter, Scope
 from tests.testing.suite.virtual_time import in_virtual_time
@@ -14,7 +14,7 @@ from trainium_operator.settings import Settings
 VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch"}
 
 
-def used_rights(cluster: FakeCluster) -> set[tuple[str, str, str]]:
+def used_rights(cluster: FakeApiServer) -> set[tuple[str, str, str]]:
     """Return group, resource and verb of each request."""
     rights = set()
     for method, path in cluster.requests:
@@ -34,7 +34,7 @@ def used_rights(cluster: FakeCluster) -> set[tuple[str, str, str]]:
 
 @in_virtual_time
 async def test_the_operator_uses_only_the_listed_rights() -> None:
-    cluster = FakeCluster(wall_clock)
+    cluster = FakeApiServer(wall_clock)
     cluster.add(SECRETS, {"metadata": {"name": "trainium-operator-coordinator-tls", "namespace": "system"}})
     cluster.add(DEPLOYMENTS, {"metadata": {"name": "trainium-operator", "namespace": "system"}})
     cluster.add(JOBS, training_job(spares=1))

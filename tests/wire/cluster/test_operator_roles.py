@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import http_error
+from tests.testing.api.fake_api_server import http_error
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.fake_workers import end_worker
 from tests.testing.virtual.operator_process import training_job, until

@@ -14,7 +14,7 @@ import yaml
 from aiohttp import web
 from kubernetes.config import incluster_config
 
-from tests.testing.api.fake_http import run_http_server
+from tests.testing.api.http_api_server import run_http_server
 from tests.testing.api.recorded_jobs import kubeconfig
 from trainium_contract.api_server import kubeconfig as files
 from trainium_contract.api_server.errors import ConnectionFailedError, NoClusterError

@@ -20,8 +20,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.testing.api.fake_http import FakeServer
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
+from tests.testing.api.http_api_server import HttpApiServer
 from tests.testing.api.token_issuer import ISSUER
 from tests.testing.operator.coordinator_fixture import LLAMA, heartbeat, register, tls_of_server
 from tests.testing.operator.stream_client import StreamClient
@@ -44,11 +44,11 @@ AGENTS = 12
 GENEROUS = 60.0
 
 
-class RecordingApiServer(FakeServer):
+class RecordingApiServer(HttpApiServer):
     """An API server that counts renewals of the Lease and requests for keys."""
 
     def __init__(self) -> None:
-        super().__init__(FakeCluster(time.time))
+        super().__init__(FakeApiServer(time.time))
         self.renewals = 0
         self.key_reads = 0
 

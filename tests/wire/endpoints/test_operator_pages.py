@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.api.fake_api_server import FakeApiServer, http_error
 from tests.testing.api.recorded_jobs import NOW, recorded_object
 from tests.testing.operator.endpoints import EndpointsFixture, run_endpoints
 from tests.testing.page.html_page import Page
@@ -42,7 +42,7 @@ def allow_in_team(rights: set[tuple[str, str]], user: str = "ann") -> Any:
     return is_allowed
 
 
-def add_recorded_jobs(cluster: FakeCluster) -> None:
+def add_recorded_jobs(cluster: FakeApiServer) -> None:
     """Add the recorded job with its pods, membership and events, and a job of another namespace."""
     job = recorded_object("job")
     uid = job["metadata"]["uid"]
@@ -64,7 +64,7 @@ def add_recorded_jobs(cluster: FakeCluster) -> None:
 
 @asynccontextmanager
 async def run_pages(rights: set[tuple[str, str]] = EVERYTHING) -> AsyncIterator[EndpointsFixture]:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     add_recorded_jobs(cluster)
     caches = make_caches(Api(cluster), Settings())
     await asyncio.gather(*(cache.refresh() for cache in (caches.jobs, caches.pods, caches.config_maps)))
@@ -247,7 +247,7 @@ async def test_a_known_reader_sees_the_job_without_events_during_an_outage(
 
 
 async def test_the_loss_curve_follows_the_job() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     add_recorded_jobs(cluster)
     caches = make_caches(Api(cluster), Settings())
     page_data = JobPageData(Api(cluster), caches, lambda: NOW)
@@ -270,7 +270,7 @@ async def test_the_loss_curve_follows_the_job() -> None:
 
 async def test_curves_are_kept_of_a_limited_number_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_pages, "MAX_CURVES", 3)
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     for number in range(5):
         job = recorded_object("job")
         job["metadata"].update(name=f"job-{number}", uid=f"uid-{number}")
@@ -298,9 +298,9 @@ async def test_unmanaged_and_unreadable_jobs_have_pages() -> None:
 
 
 async def test_pages_are_served_only_when_enabled() -> None:
-    runtime = OperatorProcess(FakeCluster(), settings=Settings(ui=True, ui_service="pages")).runtime
+    runtime = OperatorProcess(FakeApiServer(), settings=Settings(ui=True, ui_service="pages")).runtime
     assert runtime.readers is not None
     assert runtime.job_page_data is not None
     assert {"pages.system.svc", "trainium-operator-coordinator.system.svc"} <= set(runtime.certificate_keeper._names)
-    plain = OperatorProcess(FakeCluster(), settings=Settings()).runtime
+    plain = OperatorProcess(FakeApiServer(), settings=Settings()).runtime
     assert (plain.readers, plain.job_page_data) == (None, None)

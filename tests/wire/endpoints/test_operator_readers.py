@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.testing.api.fake_http import FakeServer
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
+from tests.testing.api.http_api_server import HttpApiServer
 from tests.testing.api.token_issuer import ISSUER
 from tests.testing.operator.endpoints import PROMETHEUS, USER, run_endpoints
 from tests.testing.suite.timeouts import async_until
@@ -27,7 +27,7 @@ LONG_SECONDS = 60.0
 
 
 async def test_metrics_are_authorised_by_a_review_of_the_complete_user() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     async with run_endpoints(cluster) as endpoints, endpoints.session() as session:
         assert await endpoints.get(session, "good") == (200, "made 1\n")
         token, right = (write.body for write in cluster.writes)
@@ -45,7 +45,7 @@ async def test_metrics_are_authorised_by_a_review_of_the_complete_user() -> None
 
 
 async def test_other_readers_are_refused_with_a_message() -> None:
-    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
+    async with run_endpoints(FakeApiServer()) as endpoints, endpoints.session() as session:
         assert await endpoints.get(session) == (
             401,
             "send a token of this cluster as `Authorization: Bearer <token>`\n",
@@ -53,7 +53,7 @@ async def test_other_readers_are_refused_with_a_message() -> None:
         assert (await endpoints.get(session, Authorization="Basic Z29vZDpnb29k"))[0] == 401
         status, sentence = await endpoints.get(session, "forged")
         assert (status, "not valid" in sentence) == (401, True)
-    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
+    async with run_endpoints(FakeApiServer()) as endpoints, endpoints.session() as session:
         status, sentence = await endpoints.get(session, "tenant")
         assert status == 403
         assert sentence == "system:serviceaccount:team:default may not get the nonResourceURL /metrics\n"
@@ -63,7 +63,7 @@ async def test_other_readers_are_refused_with_a_message() -> None:
 
 
 async def test_reviews_are_cached_for_a_minute() -> None:
-    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
+    async with run_endpoints(FakeApiServer()) as endpoints, endpoints.session() as session:
         for _ in range(10):
             assert (await endpoints.get(session, "good"))[0] == 200
         assert endpoints.reviews == ["tokenreviews", "subjectaccessreviews"]
@@ -75,7 +75,7 @@ async def test_reviews_are_cached_for_a_minute() -> None:
 
 
 async def test_known_readers_can_read_during_an_outage() -> None:
-    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
+    async with run_endpoints(FakeApiServer()) as endpoints, endpoints.session() as session:
         assert (await endpoints.get(session, "good"))[0] == 200
         endpoints.cluster.down = True
         endpoints.now += 300
@@ -86,7 +86,7 @@ async def test_known_readers_can_read_during_an_outage() -> None:
 
 
 async def test_a_token_is_accepted_until_its_expiry() -> None:
-    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
+    async with run_endpoints(FakeApiServer()) as endpoints, endpoints.session() as session:
         expiring = ISSUER.sign({"exp": endpoints.now + 30})
         endpoints.cluster.tokens[expiring] = USER
         assert (await endpoints.get(session, expiring))[0] == 200
@@ -99,7 +99,7 @@ async def test_a_token_is_accepted_until_its_expiry() -> None:
 
 
 async def test_metrics_are_rendered_once_a_second() -> None:
-    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
+    async with run_endpoints(FakeApiServer()) as endpoints, endpoints.session() as session:
         answers = {await endpoints.get(session, "good") for _ in range(20)}
         assert answers == {(200, "made 1\n")}
         endpoints.now += 1
@@ -107,17 +107,17 @@ async def test_metrics_are_rendered_once_a_second() -> None:
 
 
 async def test_an_oversized_header_is_refused_without_a_review() -> None:
-    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
+    async with run_endpoints(FakeApiServer()) as endpoints, endpoints.session() as session:
         assert (await endpoints.get(session, "x" * 8_100))[0] == 401
         assert (await endpoints.get(session, "x" * 9_000))[0] == 400
         assert endpoints.reviews == []
 
 
-class SlowReviews(FakeServer):
+class SlowReviews(HttpApiServer):
     """An API server over HTTP that never answers reviews of bad tokens."""
 
     def __init__(self) -> None:
-        super().__init__(FakeCluster(time.time))
+        super().__init__(FakeApiServer(time.time))
         self.renewals = 0
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -174,7 +174,7 @@ async def test_bad_tokens_delay_neither_the_lease_nor_scrapes(tmp_path: Path) ->
 
 
 async def test_a_source_of_bad_tokens_is_rate_limited() -> None:
-    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session("127.0.0.9") as hostile:
+    async with run_endpoints(FakeApiServer()) as endpoints, endpoints.session("127.0.0.9") as hostile:
         answers = []
         for number in range(12):
             async with endpoints.session("127.0.0.9") as session:
@@ -188,7 +188,7 @@ async def test_a_source_of_bad_tokens_is_rate_limited() -> None:
 
 
 async def test_concurrent_bad_tokens_are_rate_limited() -> None:
-    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session("127.0.0.9") as hostile:
+    async with run_endpoints(FakeApiServer()) as endpoints, endpoints.session("127.0.0.9") as hostile:
         answers = await asyncio.gather(*(endpoints.get(hostile, f"bad-{number}") for number in range(60)))
         assert {status for status, _ in answers} == {401, 429}
         assert 10 <= len(endpoints.reviews) < 10 + reviews.MAX_PER_ADDRESS
@@ -196,7 +196,7 @@ async def test_concurrent_bad_tokens_are_rate_limited() -> None:
 
 async def test_a_valid_token_without_the_right_is_rate_limited() -> None:
     """Each pod has such a token: it counts as unauthenticated, also for the limits of connections."""
-    async with run_endpoints(FakeCluster()) as endpoints:
+    async with run_endpoints(FakeApiServer()) as endpoints:
         for number in range(12):
             name = f"system:serviceaccount:team:number-{number}"
             endpoints.cluster.tokens[f"tenant-{number}"] = {"username": name, "groups": []}
@@ -214,7 +214,7 @@ async def test_silent_connections_are_limited_and_a_known_reader_stays(
     monkeypatch.setattr(servers, "MAX_ANONYMOUS", 50)
     monkeypatch.setattr(limiter, "ANONYMOUS_SECONDS", 3.0)
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 3.0)
-    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as prometheus:
+    async with run_endpoints(FakeApiServer()) as endpoints, endpoints.session() as prometheus:
         assert (await endpoints.get(prometheus, "good"))[0] == 200
         writers = []
         for _ in range(120):

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_http import FakeServer
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
+from tests.testing.api.http_api_server import HttpApiServer
 from tests.testing.api.token_issuer import ISSUER
 from tests.testing.operator.agent_settings import agent_settings
 from tests.testing.suite.timeouts import async_until, scaled
@@ -116,8 +116,8 @@ class HandoverHarness:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.cluster = FakeCluster(time.time)
-        self.server = FakeServer(self.cluster)
+        self.cluster = FakeApiServer(time.time)
+        self.server = HttpApiServer(self.cluster)
         self.replicas = [Replica(f"operator-{at}", reserve_port()) for at in range(3)]
         self.agents: list[Agent] = []
 

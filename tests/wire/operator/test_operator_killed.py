@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import Write, http_error
+from tests.testing.api.fake_api_server import Write, http_error
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import lose_node
 from tests.testing.virtual.operator_process import training_job, until

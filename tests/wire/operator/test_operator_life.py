@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import Write, http_error
+from tests.testing.api.fake_api_server import Write, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual import replicas
 from tests.testing.virtual.operator_process import training_job, until

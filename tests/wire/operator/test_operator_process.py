@@ -15,8 +15,8 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.testing.api.fake_http import FakeServer
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
+from tests.testing.api.http_api_server import HttpApiServer
 from tests.testing.suite.timeouts import async_until, scaled
 from tests.testing.virtual.operator_process import training_job
 from trainium_contract.wire.log_line import LogSource, read_log_line
@@ -68,8 +68,8 @@ async def spawn(*arguments: str) -> Operator:
 
 
 @asynccontextmanager
-async def run_operator(cluster: FakeCluster, folder: Path, *arguments: str) -> AsyncIterator[Operator]:
-    server = FakeServer(cluster)
+async def run_operator(cluster: FakeApiServer, folder: Path, *arguments: str) -> AsyncIterator[Operator]:
+    server = HttpApiServer(cluster)
     await server.start()
     config = str(server.kubeconfig(folder))
     ports = ("--bind-address", "127.0.0.1", "--coordinator-port", "0", "--metrics-port", "0")
@@ -83,8 +83,8 @@ async def run_operator(cluster: FakeCluster, folder: Path, *arguments: str) -> A
         await server.stop()
 
 
-def fake_cluster() -> FakeCluster:
-    cluster = FakeCluster(time.time)
+def fake_cluster() -> FakeApiServer:
+    cluster = FakeApiServer(time.time)
     cluster.add(SECRETS, {"metadata": {"name": SECRET, "namespace": "system"}, "type": "Opaque"})
     return cluster
 
@@ -179,5 +179,5 @@ async def test_a_replaced_lease_holder_ends_the_process(tmp_path: Path) -> None:
 
 
 async def test_a_missing_secret_is_reported_with_the_command_that_creates_it(tmp_path: Path) -> None:
-    async with run_operator(FakeCluster(time.time), tmp_path) as operator:
+    async with run_operator(FakeApiServer(time.time), tmp_path) as operator:
         assert "kubectl create secret generic" in await operator.wait_for_line(f"Secret system/{SECRET} is missing")

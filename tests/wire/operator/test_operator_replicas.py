@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from tests.testing.api.fake_kubernetes import http_error
+from tests.testing.api.fake_api_server import http_error
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import lose_node
 from tests.testing.virtual.operator_process import until

@@ -8,7 +8,7 @@ import aiohttp
 import kopf
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.api.fake_api_server import FakeApiServer, http_error
 from tests.testing.api.token_issuer import ISSUER
 from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from tests.testing.virtual.fake_workers import lose_node
@@ -76,7 +76,7 @@ async def test_probes_and_metrics_are_served() -> None:
 
 @in_virtual_time
 async def test_a_replica_is_ready_once_all_kinds_are_listed_and_keys_are_read() -> None:
-    cluster = FakeCluster(wall_clock)
+    cluster = FakeApiServer(wall_clock)
     process = OperatorProcess(cluster)
     runtime = process.runtime
     assert runtime.find_ready_problem() == "trainingjobs are not listed yet"
@@ -102,7 +102,7 @@ async def test_a_replica_is_ready_once_all_kinds_are_listed_and_keys_are_read() 
 )
 @in_virtual_time
 async def test_a_replica_without_keys_names_what_to_enable(status: int, sentence: str) -> None:
-    cluster = FakeCluster(wall_clock)
+    cluster = FakeApiServer(wall_clock)
     verifier = OperatorProcess(cluster).runtime.token_verifier
     cluster.faults.append(lambda _method, path: http_error(status, "") if path in ISSUER.documents() else None)
     await verifier.refresh()
@@ -112,7 +112,7 @@ async def test_a_replica_without_keys_names_what_to_enable(status: int, sentence
 
 @in_virtual_time
 async def test_a_stale_watch_fails_liveness_and_an_outage_does_not() -> None:
-    cluster = FakeCluster(wall_clock)
+    cluster = FakeApiServer(wall_clock)
     process = OperatorProcess(cluster)
     await process.start()
     await process.runtime.caches.wait_until_synced()
@@ -129,7 +129,7 @@ async def test_a_stale_watch_fails_liveness_and_an_outage_does_not() -> None:
 
 @in_virtual_time
 async def test_only_changes_of_observed_fields_enqueue_a_job() -> None:
-    cluster = FakeCluster(wall_clock)
+    cluster = FakeApiServer(wall_clock)
     cluster.add(NODES, {"metadata": {"name": "n"}, "spec": {}, "status": {}})
     job = cluster.add(JOBS, training_job("j"))
     owner = {
@@ -176,7 +176,7 @@ async def test_only_changes_of_observed_fields_enqueue_a_job() -> None:
 
 @in_virtual_time
 async def test_an_invalid_job_is_reported_and_does_not_hide_others() -> None:
-    cluster = FakeCluster(wall_clock)
+    cluster = FakeApiServer(wall_clock)
     broken = training_job("broken")
     broken["spec"]["workers"]["replicas"] = -1
     cluster.add(JOBS, broken)
@@ -197,7 +197,7 @@ async def test_an_invalid_job_is_reported_and_does_not_hide_others() -> None:
 
 @in_virtual_time
 async def test_a_plan_that_raises_is_retried_with_backoff() -> None:
-    cluster = FakeCluster(wall_clock)
+    cluster = FakeApiServer(wall_clock)
     cluster.add(JOBS, training_job("bad"))
     cluster.add(JOBS, training_job("good"))
     process = OperatorProcess(cluster)

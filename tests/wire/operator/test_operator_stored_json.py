@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from kubernetes.client import Configuration
 
-from tests.testing.api.fake_http import discovery_response, run_http_server
+from tests.testing.api.http_api_server import discovery_response, run_http_server
 from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_contract.api_server.aio import HttpClient
 from trainium_contract.api_server.errors import ApiError, UnavailableError

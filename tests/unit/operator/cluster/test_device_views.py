@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
 from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated_values
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.api.client import Api
@@ -229,7 +229,7 @@ def test_taints_of_a_pod_are_those_of_the_devices_that_it_holds() -> None:
 
 
 async def test_only_nodes_that_could_take_a_worker_count_as_free() -> None:
-    dra = Dra(Api(FakeCluster()), enabled=True)
+    dra = Dra(Api(FakeApiServer()), enabled=True)
     view = JobView(
         namespace="default",
         name="demo",

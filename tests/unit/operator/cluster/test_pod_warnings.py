@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.api.fake_api_server import FakeApiServer, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import training_job
 from trainium_operator.cluster.api.client import Api
@@ -22,7 +22,7 @@ MISSING = 'MountVolume.SetUp failed for volume "s" : secret "not-there" not foun
 
 class WarningsHarness:
     def __init__(self) -> None:
-        self.cluster = FakeCluster()
+        self.cluster = FakeApiServer()
         self.job_raw = self.cluster.add(JOBS, training_job("j"))
         api = Api(self.cluster)
         self.caches = make_caches(api, Settings())

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.api.fake_api_server import FakeApiServer, http_error
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.client import Api
@@ -23,7 +23,7 @@ NATIVE_136 = {"scheduling.k8s.io/v1": ("PriorityClass",), "scheduling.k8s.io/v1a
 
 
 def discover(served: dict[str, tuple[str, ...]]) -> dict[GangApi, str]:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.served = served
     return run_virtual(discover_gang_apis(Api(cluster)))
 
@@ -66,20 +66,20 @@ def test_only_supported_versions_of_gang_apis_are_used(
 def test_an_api_is_used_only_in_its_supported_version(
     resource: Resource, served: dict[str, tuple[str, ...]], expected: bool
 ) -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.served = served
     assert run_virtual(serves(Api(cluster), resource)) is expected
 
 
 def test_an_unreachable_api_group_does_not_hide_others() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.served = {"scheduling.x-k8s.io/v1alpha1": ("PodGroup",), **NATIVE_136}
     cluster.faults.append(lambda _, path: http_error(404, "NotFound") if "x-k8s" in path else None)
     assert run_virtual(discover_gang_apis(Api(cluster))) == {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
 
 
 def test_gang_apis_are_found_without_access_to_the_namespace() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.served = NATIVE_136
     cluster.faults.append(lambda _, path: http_error(403, "Forbidden") if path.endswith("kube-system") else None)
     discovery = Discovery(Api(cluster), None, on_change=lambda: None)
@@ -89,7 +89,7 @@ def test_gang_apis_are_found_without_access_to_the_namespace() -> None:
     assert discovery.known.is_set()
 
 
-def make_discovery(cluster: FakeCluster, changes: list[Any]) -> Discovery:
+def make_discovery(cluster: FakeApiServer, changes: list[Any]) -> Discovery:
     discovery = Discovery(Api(cluster), None, on_change=lambda: changes.append(dict(discovery.gang_apis)))
     return discovery
 
@@ -97,7 +97,7 @@ def make_discovery(cluster: FakeCluster, changes: list[Any]) -> Discovery:
 @in_virtual_time
 async def test_an_api_that_is_installed_later_is_noticed_and_logged_once() -> None:
     # Once more at the start, when the cluster's own name is known.
-    cluster, changes = FakeCluster(), list[Any]()
+    cluster, changes = FakeApiServer(), list[Any]()
     running = asyncio.create_task(make_discovery(cluster, changes).run())
     await asyncio.sleep(1)
     cluster.served = NATIVE_136
@@ -108,7 +108,7 @@ async def test_an_api_that_is_installed_later_is_noticed_and_logged_once() -> No
 
 @in_virtual_time
 async def test_an_unreachable_api_server_leaves_the_last_state() -> None:
-    cluster, changes = FakeCluster(), list[Any]()
+    cluster, changes = FakeApiServer(), list[Any]()
     cluster.served = NATIVE_136
     cluster.down = True
     discovery = make_discovery(cluster, changes)
@@ -128,14 +128,14 @@ async def test_an_unreachable_api_server_leaves_the_last_state() -> None:
 
 @in_virtual_time
 async def test_forbidden_discovery_means_no_gang_apis() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.faults.append(lambda _, path: http_error(403, "Forbidden") if path == "/apis" else None)
     discovery = make_discovery(cluster, [])
     await discovery.refresh()
     assert (discovery.known.is_set(), discovery.gang_apis) == (True, {})
 
 
-async def start_process(cluster: FakeCluster) -> OperatorProcess:
+async def start_process(cluster: FakeApiServer) -> OperatorProcess:
     cluster.add(SECRETS, {"metadata": {"name": "trainium-operator-coordinator-tls", "namespace": "system"}})
     process = OperatorProcess(cluster)
     await process.runtime.elector.acquire()
@@ -146,8 +146,8 @@ async def start_process(cluster: FakeCluster) -> OperatorProcess:
 
 
 def test_worker_pods_receive_the_uid_of_the_operators_namespace_as_the_cluster() -> None:
-    async def scenario() -> FakeCluster:
-        cluster = FakeCluster(wall_clock)
+    async def scenario() -> FakeApiServer:
+        cluster = FakeApiServer(wall_clock)
         cluster.add(JOBS, training_job(replicas=1))
         process = await start_process(cluster)
         await until(lambda: bool(cluster.names(PODS)), 60, "a pod")
@@ -160,8 +160,8 @@ def test_worker_pods_receive_the_uid_of_the_operators_namespace_as_the_cluster()
 
 
 def test_a_pod_group_is_created_before_its_pods() -> None:
-    async def scenario() -> FakeCluster:
-        cluster = FakeCluster(wall_clock)
+    async def scenario() -> FakeApiServer:
+        cluster = FakeApiServer(wall_clock)
         cluster.served = NATIVE_136
         cluster.add(NODES, {"metadata": {"name": "node-0", "labels": {LAYERS[2]: "r0"}}})
         cluster.add(JOBS, training_job(spares=1))
@@ -180,8 +180,8 @@ def test_a_pod_group_is_created_before_its_pods() -> None:
 
 
 def test_a_refused_pod_group_creates_no_pods() -> None:
-    async def scenario() -> FakeCluster:
-        cluster = FakeCluster(wall_clock)
+    async def scenario() -> FakeApiServer:
+        cluster = FakeApiServer(wall_clock)
         cluster.served = NATIVE_136
         cluster.faults.append(lambda _, path: http_error(403, "Forbidden", "no") if "/podgroups/" in path else None)
         cluster.add(JOBS, training_job())

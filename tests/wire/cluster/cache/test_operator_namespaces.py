@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.api.fake_api_server import FakeApiServer, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
@@ -20,7 +20,7 @@ SERVED = Settings(watch_namespaces="red,blue")
 class Rights:
     """Roles of the operator in each namespace, which can be revoked for all or some kinds."""
 
-    def __init__(self, cluster: FakeCluster) -> None:
+    def __init__(self, cluster: FakeApiServer) -> None:
         self.missing: dict[str, tuple[str, ...]] = {}
         self.requests: list[str] = []
         cluster.faults.append(self._judge)
@@ -36,7 +36,7 @@ class Rights:
         refused = namespace in self.missing and (not self.missing[namespace] or kind in self.missing[namespace])
         return http_error(403, "Forbidden", f"no right in {namespace}") if refused else None
 
-    def revoke(self, cluster: FakeCluster, namespace: str, *kinds: str) -> None:
+    def revoke(self, cluster: FakeApiServer, namespace: str, *kinds: str) -> None:
         """Revoke rights as the deletion of a Role does; open streams end."""
         self.missing[namespace] = kinds
         cluster.drop_streams()
@@ -51,7 +51,7 @@ def build_job(name: str, namespace: str) -> dict[str, Any]:
 @asynccontextmanager
 async def scenario(
     *, missing: tuple[str, ...] = ()
-) -> AsyncIterator[tuple[FakeCluster, Rights, OperatorProcess, Workers]]:
+) -> AsyncIterator[tuple[FakeApiServer, Rights, OperatorProcess, Workers]]:
     scenario_run = Scenario(
         *(build_job(f"{name}-job", name) for name in ("red", "blue", "grey")), nodes=9, settings=SERVED
     )
@@ -66,7 +66,7 @@ def reports_steps(workers: Workers, name: str) -> Callable[[], bool]:
     return lambda: workers.steps.get(name, 0) > before + 5
 
 
-def pods(cluster: FakeCluster, namespace: str) -> list[tuple[str, str]]:
+def pods(cluster: FakeApiServer, namespace: str) -> list[tuple[str, str]]:
     return [(name, cluster.get(PODS, namespace, name)["metadata"]["uid"]) for name in cluster.names(PODS, namespace)]
 
 

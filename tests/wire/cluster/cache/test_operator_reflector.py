@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.api.fake_api_server import FakeApiServer, http_error
 from tests.testing.suite.timeouts import scaled
 from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from trainium_contract.api_server.errors import StateRestoredError
@@ -21,7 +21,7 @@ def pod(name: str, **labels: str) -> dict:
 
 
 @contextlib.asynccontextmanager
-async def run_reflector(cluster: FakeCluster, **options: Any) -> AsyncIterator[Reflector[str]]:
+async def run_reflector(cluster: FakeApiServer, **options: Any) -> AsyncIterator[Reflector[str]]:
     api = Api(cluster, jitter=lambda: 0.5)
     reflector = Reflector(
         api,
@@ -48,7 +48,7 @@ def names(reflector: Reflector[str]) -> list[str]:
 
 @in_virtual_time
 async def test_a_paged_list_and_a_watch_fill_the_store() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     for number in range(2 * PAGE + 3):
         cluster.add(PODS, pod(f"p-{number:04}"))
     cluster.add(PODS, {"metadata": {"name": "foreign", "labels": {}}})
@@ -66,7 +66,7 @@ async def test_a_paged_list_and_a_watch_fill_the_store() -> None:
 
 @in_virtual_time
 async def test_objects_deleted_during_an_expired_watch_are_removed() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     for number in range(10):
         cluster.add(PODS, pod(f"p-{number}"))
     async with run_reflector(cluster) as reflector:
@@ -84,7 +84,7 @@ async def test_objects_deleted_during_an_expired_watch_are_removed() -> None:
 
 @in_virtual_time
 async def test_a_dropped_watch_resumes_without_a_list() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     async with run_reflector(cluster) as reflector:
         cluster.stall_streams()
         cluster.add(PODS, pod("in-between"))
@@ -96,7 +96,7 @@ async def test_a_dropped_watch_resumes_without_a_list() -> None:
 
 @in_virtual_time
 async def test_a_silent_watch_is_restarted() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     async with run_reflector(cluster) as reflector:
         cluster.stall_streams()
         cluster.add(PODS, pod("unseen"))
@@ -108,7 +108,7 @@ async def test_a_silent_watch_is_restarted() -> None:
 
 @in_virtual_time
 async def test_bookmarks_keep_a_watch_alive_and_advance_its_version() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     async with run_reflector(cluster) as reflector:
         for _ in range(3):
             await asyncio.sleep(60)
@@ -126,7 +126,7 @@ async def test_bookmarks_keep_a_watch_alive_and_advance_its_version() -> None:
 
 @in_virtual_time
 async def test_a_periodic_list_corrects_a_missed_event() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.add(PODS, pod("ghost"))
     async with run_reflector(cluster, relist_seconds=600) as reflector:
         del cluster.objects["pods", "default", "ghost"]  # and no event reports it
@@ -138,7 +138,7 @@ async def test_a_periodic_list_corrects_a_missed_event() -> None:
 
 @in_virtual_time
 async def test_the_store_is_updated_after_an_outage() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     async with run_reflector(cluster) as reflector:
         cluster.down = True
         cluster.drop_streams()
@@ -153,7 +153,7 @@ async def test_the_store_is_updated_after_an_outage() -> None:
 @in_virtual_time
 async def test_a_server_that_is_at_an_older_version_than_before_is_noticed(outage_seconds: int) -> None:
     """A watch from a version of the future is silent until the server has passed it."""
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.add(PODS, pod("in the backup"))
     backup, version = dict(cluster.objects), cluster.version
     reflector = Reflector(Api(cluster, jitter=lambda: 0.5), PODS, lambda raw: raw, jitter=lambda: 0.5)
@@ -174,7 +174,7 @@ async def test_a_server_that_is_at_an_older_version_than_before_is_noticed(outag
 
 @in_virtual_time
 async def test_a_refused_list_is_retried_with_growing_pauses() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.faults.append(lambda *_: http_error(403, "Forbidden", "no right to list pods"))
     api = Api(cluster, jitter=lambda: 0.5)
     reflector = Reflector(api, PODS, lambda raw: raw)
@@ -190,7 +190,7 @@ async def test_a_refused_list_is_retried_with_growing_pauses() -> None:
 
 @in_virtual_time
 async def test_an_unreadable_object_does_not_hide_others() -> None:
-    cluster = FakeCluster()
+    cluster = FakeApiServer()
     cluster.add(PODS, pod("good"))
     cluster.add(PODS, {"metadata": {"name": "bad", "labels": {"role": "worker"}}, "broken": True})
 

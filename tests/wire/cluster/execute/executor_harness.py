@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.api.fake_api_server import FakeApiServer, http_error
 from tests.testing.operator.wire_messages import member, membership
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.operator_process import training_job
@@ -33,7 +33,7 @@ class ExecutorHarness:
     """An executor for one job; `cluster` is its API server, `published` the generations that it published."""
 
     def __init__(self) -> None:
-        self.cluster = FakeCluster()
+        self.cluster = FakeApiServer()
         self.cluster.add(JOBS, training_job("j"))
         api = Api(self.cluster)
         self.caches = make_caches(api, Settings(job_network_policy=True))

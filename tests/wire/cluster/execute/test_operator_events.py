@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
 from tests.testing.suite.virtual_time import run_pending_tasks, run_virtual
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import EVENTS
@@ -16,11 +16,11 @@ def build_event(text: str, uid: str = "u") -> Event:
     return Event("default", {**JOB, "uid": uid}, "WorkerLost", text)
 
 
-def with_recorder(test: Callable[[FakeCluster, EventRecorder], Awaitable[None]]) -> Callable[[], None]:
+def with_recorder(test: Callable[[FakeApiServer, EventRecorder], Awaitable[None]]) -> Callable[[], None]:
     """Decorate a test that is a coroutine function: run it in virtual time with a cluster and a recorder."""
 
     async def run() -> None:
-        cluster = FakeCluster()
+        cluster = FakeApiServer()
         loop = asyncio.get_running_loop()
         recorder = EventRecorder(Api(cluster), "operator-0", wall_clock=lambda: 1.7e9 + loop.time())
         task = asyncio.create_task(recorder.run())
@@ -30,12 +30,12 @@ def with_recorder(test: Callable[[FakeCluster, EventRecorder], Awaitable[None]])
     return lambda: run_virtual(run())
 
 
-def events(cluster: FakeCluster) -> list[dict]:
+def events(cluster: FakeApiServer) -> list[dict]:
     return [raw for (plural, _, _), raw in sorted(cluster.objects.items()) if plural == EVENTS.plural]
 
 
 @with_recorder
-async def test_an_event_has_the_required_fields(cluster: FakeCluster, recorder: EventRecorder) -> None:
+async def test_an_event_has_the_required_fields(cluster: FakeApiServer, recorder: EventRecorder) -> None:
     recorder.record(
         Event("default", JOB, "WorkerLost", "x" * 3000, warning=True, related={"kind": "Node", "name": "n"})
     )
@@ -52,7 +52,7 @@ async def test_an_event_has_the_required_fields(cluster: FakeCluster, recorder: 
 
 
 @with_recorder
-async def test_repeated_notes_are_a_series_of_one_event(cluster: FakeCluster, recorder: EventRecorder) -> None:
+async def test_repeated_notes_are_a_series_of_one_event(cluster: FakeApiServer, recorder: EventRecorder) -> None:
     for _ in range(10):
         recorder.record(build_event("pod w-1 lost"))
         await asyncio.sleep(20)
@@ -65,7 +65,7 @@ async def test_repeated_notes_are_a_series_of_one_event(cluster: FakeCluster, re
 
 
 @with_recorder
-async def test_notes_of_one_series_are_one_event(cluster: FakeCluster, recorder: EventRecorder) -> None:
+async def test_notes_of_one_series_are_one_event(cluster: FakeApiServer, recorder: EventRecorder) -> None:
     for number in range(4):
         text = f"Pod w-{number} ended before it could join: exit code 7"
         recorder.record(Event("default", JOB, "WorkerFailed", text, series="exit code 7"))
@@ -76,7 +76,7 @@ async def test_notes_of_one_series_are_one_event(cluster: FakeCluster, recorder:
 
 
 @with_recorder
-async def test_a_note_after_a_long_pause_is_a_new_event(cluster: FakeCluster, recorder: EventRecorder) -> None:
+async def test_a_note_after_a_long_pause_is_a_new_event(cluster: FakeApiServer, recorder: EventRecorder) -> None:
     recorder.record(build_event("pod w-1 lost"))
     await asyncio.sleep(1000)
     recorder.record(build_event("pod w-1 lost"))
@@ -85,7 +85,7 @@ async def test_a_note_after_a_long_pause_is_a_new_event(cluster: FakeCluster, re
 
 
 @with_recorder
-async def test_events_are_limited_for_each_job(cluster: FakeCluster, recorder: EventRecorder) -> None:
+async def test_events_are_limited_for_each_job(cluster: FakeApiServer, recorder: EventRecorder) -> None:
     for number in range(100):
         recorder.record(build_event(f"news {number}"))
     recorder.record(build_event("other job", uid="v"))
@@ -95,7 +95,7 @@ async def test_events_are_limited_for_each_job(cluster: FakeCluster, recorder: E
 
 
 @with_recorder
-async def test_a_series_whose_event_has_expired_starts_again(cluster: FakeCluster, recorder: EventRecorder) -> None:
+async def test_a_series_whose_event_has_expired_starts_again(cluster: FakeApiServer, recorder: EventRecorder) -> None:
     recorder.record(build_event("pod w-1 lost"))
     await asyncio.sleep(60)
     (event,) = events(cluster)
@@ -106,7 +106,7 @@ async def test_a_series_whose_event_has_expired_starts_again(cluster: FakeCluste
 
 
 @with_recorder
-async def test_notes_during_an_outage_are_dropped(cluster: FakeCluster, recorder: EventRecorder) -> None:
+async def test_notes_during_an_outage_are_dropped(cluster: FakeApiServer, recorder: EventRecorder) -> None:
     cluster.down = True
     recorder.record(build_event("lost"))
     await recorder.flush(1.0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import http_error
+from tests.testing.api.fake_api_server import http_error
 from tests.testing.suite.virtual_time import run_virtual
 from tests.wire.cluster.execute.executor_harness import ExecutorHarness, replace_status
 from trainium_contract.api_server.errors import ForbiddenError, UnavailableError

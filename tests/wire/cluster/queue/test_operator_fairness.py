@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.api.fake_api_server import FakeApiServer, http_error
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
@@ -33,9 +33,9 @@ def delay_creations(process: OperatorProcess, seconds: float, *, should_refuse: 
 
 async def recovery_seconds(
     held: int, *, replicas: int = 1, should_refuse: bool = True, afterwards: float = 0.0
-) -> tuple[float, FakeCluster, list[float]]:
+) -> tuple[float, FakeApiServer, list[float]]:
     """Measure the recovery of a job after its worker was killed, beside this number of delayed jobs."""
-    cluster = FakeCluster(wall_clock)
+    cluster = FakeApiServer(wall_clock)
     process, workers = OperatorProcess(cluster), Workers(cluster, nodes=130, total_steps=10**6)
     workers.operator = process
     running = asyncio.create_task(workers.run())

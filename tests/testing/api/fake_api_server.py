@@ -53,7 +53,7 @@ def http_error(status: int, reason: str, message: str = "", **headers: str) -> H
     )
 
 
-class FakeCluster:
+class FakeApiServer:
     """The server, and a Transport that connects to it."""
 
     def __init__(self, clock: Callable[[], float] = lambda: 1.6e9) -> None:

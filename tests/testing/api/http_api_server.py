@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from aiohttp import web
 
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_api_server import FakeApiServer
 from tests.testing.suite.timeouts import scaled
 from trainium_operator.cluster.api.resources import ALL
 
@@ -30,10 +30,10 @@ async def run_http_server(answer: Callable[[web.Request], Any]) -> AsyncIterator
         await runner.cleanup()
 
 
-class FakeServer:
+class HttpApiServer:
     """A server on loopback between `start` and `stop`."""
 
-    def __init__(self, cluster: FakeCluster) -> None:
+    def __init__(self, cluster: FakeApiServer) -> None:
         self.cluster = cluster
         self.url = ""
         self._running = AsyncExitStack()
