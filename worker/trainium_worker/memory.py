@@ -25,7 +25,6 @@ import copy
 import functools
 import os
 import pickle
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,37 +34,20 @@ import torch.distributed.checkpoint as dcp
 import trainium_worker
 from trainium_worker.dcp import MemoryReader, MemoryWriter
 from trainium_worker.dcp.saver import Saver
+from trainium_worker.model_state import (
+    ModelTensors,
+    create_optimizer_tensors,
+    detach,
+    list_model_tensors,
+    split_optimizer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_worker.dcp.parts import StrPath
 
-_WRAPPERS = re.compile(r"^module\.|_orig_mod\.")
-"""Prefixes that DistributedDataParallel and torch.compile add to names."""
-
-
-class _ModelTensors:
-    """The tensors of the model of this process."""
-
-    def __init__(self) -> None:
-        self._walked: list[object] = []
-        """Result of the last walk over the model."""
-        self._modules: list[torch.nn.Module] = []
-        self._tensors: dict[str, torch.Tensor] = {}
-        self.has_buffers = False
-        """Whether it has buffers, which ranks of data parallelism need not have in common."""
-
-    def list(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return `_model_tensors`; walks a model only if a module, parameter or buffer was added or replaced."""
-        if not self._modules or self._modules[0] is not model or self._walked != _list_members(self._modules):
-            self._modules = [*model.modules()]
-            self._walked, self._tensors = _list_members(self._modules), _model_tensors(model)
-            self.has_buffers = any(not isinstance(tensor, torch.nn.Parameter) for tensor in self._tensors.values())
-        return self._tensors
-
-
-_model_tensors_of_process = _ModelTensors()
+_model_tensors = ModelTensors()
 _saver: Saver | None = None
 
 
@@ -98,17 +80,18 @@ def save(
     """
     saver, is_same = _get_saver(), same_values or values is None
     saver.finish()
+    saver.end_step()
     writer = MemoryWriter(step, directory=directory)
     if writer.is_enabled:
         hold(step, model, optimizer, values, same_values=is_same)
         if saver.is_due(step, is_held=is_same, is_last=is_last):
             state = _collect(model, optimizer, values, is_same=is_same)
-            saver.save(writer, state, is_replicated=is_same and not _model_tensors_of_process.has_buffers)
+            saver.save(writer, state, is_replicated=is_same and not _model_tensors.has_buffers)
     if durable is not None:
         folder = os.fspath(durable).format(step=step)
         trainium_worker.stage("save")
         saver.finish()  # its collectives are of the same group
-        state = _detach(_collect(model, optimizer, values, is_same=False))
+        state = detach(_collect(model, optimizer, values, is_same=False))
         dcp.save(state, checkpoint_id=folder, process_group=writer.session.group)
         trainium_worker.saved(step, folder)
 
@@ -141,7 +124,7 @@ def hold(
     inner: Any = optimizer
     while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
         inner = inner.optimizer  # of accelerate's wrapper, whose own hooks are never called
-    held.hold(step, collect, _model_tensors_of_process.list(model).values(), inner)
+    held.hold(step, collect, _model_tensors.list(model).values(), inner)
 
 
 def write_held() -> None:
@@ -163,8 +146,8 @@ def _collect_tensors(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors of a model and of its optimizer by name, and the rest of the optimizer's state."""
-    tensors, rest = _split_optimizer(optimizer)
-    return {**_model_tensors_of_process.list(model), **tensors}, rest
+    tensors, rest = split_optimizer(optimizer)
+    return {**_model_tensors.list(model), **tensors}, rest
 
 
 def load(
@@ -189,7 +172,7 @@ def load(
 def read(reader: MemoryReader, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     """Load the save of a reader, and return the values as `read_values`. Collective."""
     metadata = reader.read_metadata().state_dict_metadata
-    parameters, states = _detach(_model_tensors(model)), _create_optimizer_tensors(metadata, optimizer)
+    parameters, states = detach(list_model_tensors(model)), create_optimizer_tensors(metadata, optimizer)
     saved = {name for name in metadata if name.startswith("model.")}
     if different := saved ^ parameters.keys():
         name, place = min(different), "now" if min(different) in saved else "then"
@@ -245,59 +228,3 @@ def _rank() -> int:
 
 def _number(name: str) -> int:
     return int(name.rpartition(".")[2])
-
-
-def _list_members(modules: list[torch.nn.Module]) -> list[object]:
-    """Return the identities of the members of modules, and which parameters are trained."""
-    members: list[object] = []
-    for module in modules:
-        for parameter in module._parameters.values():  # noqa: SLF001 - the public methods walk the whole model
-            members += (id(parameter), parameter is not None and parameter.requires_grad)
-        members += map(id, module._buffers.values())  # noqa: SLF001 - as above
-        members += map(id, module._modules.values())  # noqa: SLF001 - as above
-    return members
-
-
-def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the trained parameters and the buffers of a model by name, without the prefixes of its wrappers."""
-    parameters = model.named_parameters()
-    tensors: dict[str, torch.Tensor] = {name: parameter for name, parameter in parameters if parameter.requires_grad}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:  # noqa: SLF001 - it has no public name
-                tensors[f"{prefix}.{name}"] = buffer
-    return {f"model.{_WRAPPERS.sub('', name)}": tensor for name, tensor in tensors.items()}
-
-
-def _detach(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def _split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors of the state of an optimizer by name, and the rest of its state."""
-    tensors: dict[str, torch.Tensor] = {}
-    state = optimizer.state_dict()
-    rest: dict[int, dict[str, Any]] = {}
-    for number, values in state["state"].items():
-        rest[number] = {}
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{number}.{key}"] = value
-            else:
-                rest[number][key] = value
-    return tensors, {**state, "state": rest}
-
-
-def _create_optimizer_tensors(metadata: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return empty tensors for the saved state of an optimizer, divided as its parameters are."""
-    parameters = [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
-    tensors = {}
-    for name, saved in metadata.items():
-        if not name.startswith("optimizer."):
-            continue
-        parameter = parameters[int(name.split(".")[1])]
-        if saved.size == parameter.size():
-            tensors[name] = torch.empty_like(parameter, dtype=saved.properties.dtype)
-        else:
-            tensors[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
-    return tensors

@@ -21,6 +21,10 @@ Guarantees:
 - If the memory has no space for a save on some rank, no rank keeps it or a later one, a notice reports it, and training
   continues.
 - Without an agent nothing is kept unless a `directory` is given.
+
+A save passes `saver` (which steps are copied), `writer` (by the plan of DCP) or `repeated` (without one), `commit`
+(copies, and the outcome of all ranks) and `snapshots.files` (the file of a part). `just_in_time` writes a step only
+when a rank fails. `session` has what the processes of an attempt share.
 """
 
 from __future__ import annotations

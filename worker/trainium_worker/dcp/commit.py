@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import operator
 from enum import IntFlag
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import trainium_worker
@@ -12,7 +14,7 @@ from trainium_worker.snapshots.copies import receive_part, send_part
 from trainium_worker.snapshots.files import DamagedSnapshotError, Part
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from trainium_worker.dcp.session import Session
     from trainium_worker.snapshots.files import SnapshotFile
@@ -21,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Outcome(IntFlag):
-    """The outcome of a save on a rank; the job has those of all ranks."""
+    """The outcome of a save on a rank; that of the job is the union of those of all ranks."""
 
     OK = 0
     LAST = 1
@@ -40,7 +42,7 @@ def commit(
     session: Session,
     files: Mapping[int, SnapshotFile],
     part: Part | None,
-    outcome: int,
+    outcome: Outcome,
     *,
     problem: str = "",
     failure: BaseException | None = None,
@@ -50,15 +52,20 @@ def commit(
     files: those of this rank's part and of the copies that it keeps, by the part's rank. part: this rank's part,
     written if `outcome` is OK. problem: the sentence for the user without space. Raises as `conclude`.
     """
-    outcome = max(session.all_gather_integers(outcome))
+    outcome = unite(session.all_gather_integers(outcome))
     if outcome == Outcome.OK and part is not None:
         outcome, failure = replicate(session, files, part, range(session.world_size))
     return conclude(session, files, part, outcome, problem=problem, failure=failure)
 
 
+def unite(outcomes: Iterable[int]) -> Outcome:
+    """Return the outcome of the job from those of its ranks."""
+    return Outcome(reduce(operator.or_, outcomes))
+
+
 def replicate(
     session: Session, files: Mapping[int, SnapshotFile], part: Part, ranks: Container[int]
-) -> tuple[int, BaseException | None]:
+) -> tuple[Outcome, BaseException | None]:
     """Copy the parts of ranks to other nodes; return the outcome of the job, and the error of this rank. Collective."""
     outcome = Outcome.FAILED
     failure: BaseException | None = None
@@ -69,14 +76,14 @@ def replicate(
             failure = RuntimeError("a save is not in memory: a copy did not arrive as it was sent")
     except (RuntimeError, DamagedSnapshotError) as error:
         failure = error
-    return max(session.all_gather_integers(outcome)), failure
+    return unite(session.all_gather_integers(outcome)), failure
 
 
 def conclude(
     session: Session,
     files: Mapping[int, SnapshotFile],
     part: Part | None,
-    outcome: int,
+    outcome: Outcome,
     *,
     problem: str = "",
     failure: BaseException | None = None,
@@ -86,14 +93,15 @@ def conclude(
     Without space on a rank, no rank keeps this save or later ones. Raises `failure`, or RuntimeError if another rank
     failed.
     """
-    if outcome == Outcome.NO_SPACE:
+    has_failed = bool(outcome & Outcome.FAILED)
+    if outcome & Outcome.NO_SPACE and not has_failed:
         session.disable(files.values())
         reason = next(rank_reason for rank_reason in session.all_gather(problem) if rank_reason)
         trainium_worker.notice(reason)
         if session.rank == 0:
             _log.warning("%s", reason)
         return False
-    if outcome == Outcome.FAILED or part is None:
+    if has_failed or part is None:
         for file in files.values():
             file.invalidate()  # the next save overwrites these files, not the newest complete save
         raise failure or RuntimeError("a save is not in memory: another rank failed to save it")

@@ -6,15 +6,13 @@ Where a rank keeps the copy of a part whose tensors it has too, as with DDP, it 
 
 from __future__ import annotations
 
-import operator
 import pickle
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import trainium_worker
-from trainium_worker.dcp.commit import Outcome, conclude, describe_no_space, replicate
+from trainium_worker.dcp.commit import Outcome, conclude, describe_no_space, replicate, unite
 from trainium_worker.dcp.session import TAG
 from trainium_worker.snapshots.copies import transfer
 from trainium_worker.snapshots.files import HEADER_BYTES, DamagedSnapshotError, Part, Version
@@ -147,18 +145,18 @@ class RepeatedSave:
         except (RuntimeError, DamagedSnapshotError) as error:
             outcome, failure = Outcome.FAILED, error
         outcomes = session.all_gather_integers(outcome)
-        common = reduce(operator.or_, outcomes)
+        common = unite(outcomes)
         if common & Outcome.PLAN:
             for file in files.values():
                 file.invalidate()
             return outcomes
-        result: int = common & Outcome.FAILED or common & Outcome.NO_SPACE
-        if common & Outcome.DIFFERENT and not result:
+        is_written = not common & (Outcome.FAILED | Outcome.NO_SPACE)
+        if is_written and common & Outcome.DIFFERENT:
             differing = set().union(*session.all_gather(self._differing))
             self._whole |= differing & self._parts.keys()
-        if part is not None and common & (Outcome.WHOLE | Outcome.DIFFERENT) and not result:
-            result, failure = replicate(session, files, part, self._whole)
-        conclude(session, files, part, result, problem=self._problem, failure=failure)
+        if is_written and part is not None and common & (Outcome.WHOLE | Outcome.DIFFERENT):
+            common, failure = replicate(session, files, part, self._whole)
+        conclude(session, files, part, common, problem=self._problem, failure=failure)
         return outcomes
 
     def _exchange(self, files: Mapping[int, SnapshotFile]) -> int:

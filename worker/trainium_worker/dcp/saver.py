@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import trainium_worker
-from trainium_worker.dcp.commit import Outcome
+from trainium_worker.dcp.commit import Outcome, unite
 from trainium_worker.dcp.just_in_time import JustInTimeSave
 from trainium_worker.dcp.just_in_time import is_replicated as is_replicated_state
 from trainium_worker.dcp.repeated import RepeatedSave, describe_layout
@@ -31,6 +31,8 @@ VALUES_PREFIX = "values."
 _MIN_VALUES_BYTES = 4096
 _FULL_FRACTION = 0.75
 """The filled fraction of the tensor with the values at which the next save gets a larger one."""
+_PLANNED_FRACTION = 0.25
+"""The largest filled fraction of a new tensor with the values; a growth to the next one costs a plan."""
 _COPY_FRACTION = 0.01
 """The fraction of the time that copies may take while a surviving rank can write the newest step."""
 _MIN_STEP_SECONDS = 1e-4
@@ -55,20 +57,23 @@ class Saver:
         self._is_nearly_full = False
         self._next_copy = 0
         """The step at which the state is copied again, the same on all ranks."""
-        self._asked_at = self._step_seconds = self._stage_seconds = 0.0
+        self._step_ended_at = self._step_seconds = self._stage_seconds = 0.0
 
     def pack(self, data: bytes) -> torch.Tensor:
         """Return bytes as a tensor whose size seldom changes."""
-        fraction = 1 if self._repeated is not None else _FULL_FRACTION  # a rank alone should not change the layout
+        fraction = 1 if self._repeated is not None else _PLANNED_FRACTION  # a rank alone should not change the layout
         while self._values_bytes * fraction < len(data):
             self._values_bytes *= 2
         self._is_nearly_full = len(data) > self._values_bytes * _FULL_FRACTION
         return torch.frombuffer(bytearray(data.ljust(self._values_bytes, b"\0")), dtype=torch.uint8)
 
-    def is_due(self, step: int, *, is_held: bool, is_last: bool) -> bool:
-        """Return whether to copy this step, the same on all ranks; call it at each step. `is_held`: it is in place."""
+    def end_step(self) -> None:
+        """Measure the step that has ended."""
         now = time.perf_counter()
-        self._step_seconds, self._asked_at = now - self._asked_at, now
+        self._step_seconds, self._step_ended_at = now - self._step_ended_at, now
+
+    def is_due(self, step: int, *, is_held: bool, is_last: bool) -> bool:
+        """Return whether to copy this step, the same on all ranks. `is_held`: it is in place."""
         if self.just_in_time is None or not is_held:
             return True
         return step >= self._next_copy or is_last or trainium_worker.is_ending()
@@ -96,7 +101,7 @@ class Saver:
         self._next_copy = 0
         if repeated is not None:
             outcomes = repeated.write(writer.step, outcome)
-            if any(rank_outcome & (Outcome.LAST | Outcome.PLAN) for rank_outcome in outcomes):
+            if unite(outcomes) & (Outcome.LAST | Outcome.PLAN):
                 self._repeated = None
             if set(outcomes) != {Outcome.PLAN}:
                 if self.just_in_time is not None and set(outcomes) == {Outcome.OK}:
