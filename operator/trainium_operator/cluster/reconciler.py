@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainium_contract.api_server.errors import ApiError, UnavailableError
-from trainium_operator.cluster.execute.events import Event, EventRecorder, build_job_reference, write_failed_event
+from trainium_operator.cluster.execute.events import EventRecorder, write_failed_event
 from trainium_operator.cluster.queue.work_queue import ClosedError, WorkQueue
+from trainium_operator.plan.model.actions import Event
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class Reconciler:
         record = self.caches.jobs.store.get(key)
         if record is None or delay < REPORT_FROM_DELAY or isinstance(error, UnavailableError):
             return
-        self.recorder.record(write_failed_event(record, str(error)))
+        self.recorder.record(record.id, write_failed_event(str(error)))
 
     def _report_unknown(self, key: Key, record: JobRecord, unknown: tuple[str, ...]) -> None:
         """Report each set of unknown places once."""
@@ -225,12 +226,4 @@ class Reconciler:
             self._record_warning(record, Reason.UNREADABLE, text)
 
     def _record_warning(self, record: JobRecord, reason: Reason, text: str) -> None:
-        self.recorder.record(
-            Event(
-                namespace=record.namespace,
-                regarding=build_job_reference(record.namespace, record.name, record.uid),
-                reason=reason.value,
-                text=text,
-                warning=True,
-            )
-        )
+        self.recorder.record(record.id, Event(reason=reason, note=text, warning=True))

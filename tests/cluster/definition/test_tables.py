@@ -14,7 +14,10 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.internal import FailureRecord, StepWindow, pack_internal
 from trainium_operator.cluster.cache.lenient import read_status
-from trainium_operator.cluster.execute.events import Event, EventRecorder, build_job_reference
+from trainium_operator.cluster.execute.events import EventRecorder
+from trainium_operator.plan.model.actions import Event
+from trainium_operator.plan.model.names import JobId
+from trainium_operator.plan.model.reasons import Reason
 
 pytestmark = pytest.mark.cluster
 
@@ -89,9 +92,8 @@ def test_kubectl_describe_shows_events_in_the_order_in_which_they_occurred(crd_a
     async def record() -> None:
         writer = asyncio.create_task(recorder.run())
         for text in texts:
-            recorder.record(
-                Event(crd_api.namespace, build_job_reference(crd_api.namespace, "eventful", uid), "Shown", text)
-            )
+            job = JobId(crd_api.namespace, "eventful", uid)
+            recorder.record(job, Event(reason=Reason.RECOVERED, note=text))
         await recorder.flush(10.0)
         writer.cancel()
 

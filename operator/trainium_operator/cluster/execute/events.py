@@ -19,17 +19,16 @@ from typing import TYPE_CHECKING
 from trainium_contract.api_server.errors import AlreadyExistsError, ApiError, NotFoundError
 from trainium_contract.rfc3339 import format_micro_time, format_rfc3339
 from trainium_operator.bounded_dict import BoundedDict
-from trainium_operator.cluster.api.resources import EVENTS, JOBS
-from trainium_operator.plan.model.actions import EventIntent, EventKind, EventType
+from trainium_operator.cluster.api.resources import EVENTS, JOBS, NODES, PODS
+from trainium_operator.plan.model.actions import Event
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from trainium_contract.api_server.responses import Json
     from trainium_operator.cluster.api.client import Api
-    from trainium_operator.cluster.cache.views import JobRecord
-    from trainium_operator.plan.model.observed import JobView
+    from trainium_operator.plan.model.names import JobId
 
 logger = logging.getLogger(__name__)
 
@@ -45,58 +44,9 @@ MAX_NOTE_CHARACTERS = 1_023
 _NUMBER = re.compile(r"\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One event to record; `regarding` and `related` are object references (apiVersion, kind, namespace, ...)."""
-
-    namespace: str
-    regarding: Mapping[str, str]
-    reason: str
-    text: str
-    action: str = "Reconcile"
-    warning: bool = False
-    related: Mapping[str, str] | None = None
-    series: str = ""
-    """Events with the same object, reason and series are one event; if empty, those with the same text."""
-
-    def identity(self) -> tuple[str, str, str]:
-        """Return the key by which two are the same event."""
-        return self.regarding.get("uid", ""), self.reason, self.series or self.text
-
-
-def build_event(job: JobView, intent: EventIntent) -> Event:
-    """Return the Event of a plan's intent."""
-    related = None
-    if intent.related_kind is not None:
-        related = {"apiVersion": "v1", "kind": intent.related_kind.value, "name": intent.related_name}
-        if intent.related_kind is EventKind.POD:
-            related["namespace"] = job.namespace
-    return Event(
-        namespace=job.namespace,
-        regarding=build_job_reference(job.namespace, job.name, job.uid),
-        reason=intent.reason,
-        text=intent.note,
-        warning=intent.type is EventType.WARNING,
-        related=related,
-        series=intent.series,
-    )
-
-
-def write_failed_event(job: JobView | JobRecord, text: str) -> Event:
-    """Return the Event of a refused write; texts that differ only in a pod's ordinal are one series."""
-    return Event(
-        job.namespace,
-        build_job_reference(job.namespace, job.name, job.uid),
-        Reason.WRITE_FAILED.value,
-        text,
-        warning=True,
-        series=_NUMBER.sub("0", text),
-    )
-
-
-def build_job_reference(namespace: str, name: str, uid: str) -> dict[str, str]:
-    """Return the object reference to a TrainingJob, for events."""
-    return {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "namespace": namespace, "name": name, "uid": uid}
+def write_failed_event(text: str) -> Event:
+    """Return the event of a refused write; texts that differ only in a pod's ordinal are one series."""
+    return Event(reason=Reason.WRITE_FAILED, note=text, warning=True, series=_NUMBER.sub("0", text))
 
 
 @dataclass(slots=True)
@@ -121,30 +71,29 @@ class EventRecorder:
         self._api = api
         self._instance = instance[:128]
         self._wall_clock = wall_clock
-        self._queue: asyncio.Queue[Event] = asyncio.Queue(QUEUED)
+        self._queue: asyncio.Queue[tuple[JobId, Event]] = asyncio.Queue(QUEUED)
         self._series: BoundedDict[tuple[str, str, str], _Series] = BoundedDict(REMEMBERED)
         self._buckets: BoundedDict[str, _Bucket] = BoundedDict(REMEMBERED)
 
-    def record(self, event: Event) -> None:
+    def record(self, job: JobId, event: Event) -> None:
         """Queue the event, unless the job's limit is used up."""
-        if not self._is_allowed(event.regarding.get("uid", "")):
+        if not self._is_allowed(job.uid):
             self.dropped += 1
             return
         try:
-            self._queue.put_nowait(event)
+            self._queue.put_nowait((job, event))
         except asyncio.QueueFull:
             self.dropped += 1
 
     async def run(self) -> None:
         """Write events until cancelled."""
         while True:
-            event = await self._queue.get()
+            job, event = await self._queue.get()
             try:
-                await self._write(event)
+                await self._write(job, event)
             except ApiError as error:
-                name = event.regarding.get("name")
-                about = {"namespace": event.namespace, "job": name}
-                logger.warning("event %s about %s was not written: %s", event.reason, name, error, extra=about)
+                about = {"namespace": job.namespace, "job": job.name}
+                logger.warning("event %s about %s was not written: %s", event.reason, job.name, error, extra=about)
             finally:
                 self._queue.task_done()
 
@@ -166,9 +115,9 @@ class EventRecorder:
         bucket.tokens -= 1
         return True
 
-    async def _write(self, event: Event) -> None:
+    async def _write(self, job: JobId, event: Event) -> None:
         now = self._wall_clock()
-        identity = event.identity()
+        identity = (job.uid, event.reason.value, event.series or event.note)
         series = self._series.get(identity)
         if series is not None and now - series.last <= SERIES_SECONDS:
             series.count += 1
@@ -178,24 +127,24 @@ class EventRecorder:
             series.written = now
             try:
                 body = {"count": series.count, "lastTimestamp": format_rfc3339(now)}
-                await self._api.merge(EVENTS, event.namespace, series.name, body)
+                await self._api.merge(EVENTS, job.namespace, series.name, body)
             except NotFoundError:  # its time to live has expired
                 del self._series[identity]
             else:
                 return
-        digest = hashlib.sha256(repr((*event.identity(), round(now, 3))).encode()).hexdigest()[:16]
-        name = f"{event.regarding.get('name', 'object')[:200]}.{digest}"
+        digest = hashlib.sha256(repr((*identity, round(now, 3))).encode()).hexdigest()[:16]
+        name = f"{job.name[:200]}.{digest}"
         self._series[identity] = _Series(name, 1, now, now)
         try:
-            await self._api.create(EVENTS, event.namespace, self._build_body(event, name, now))
+            await self._api.create(EVENTS, job.namespace, self._build_body(job, event, name, now))
         except AlreadyExistsError:
             return
 
-    def _build_body(self, event: Event, name: str, now: float) -> Json:
+    def _build_body(self, job: JobId, event: Event, name: str, now: float) -> Json:
         body: Json = {
             "apiVersion": EVENTS.api_version,
             "kind": EVENTS.kind,
-            "metadata": {"name": name, "namespace": event.namespace},
+            "metadata": {"name": name, "namespace": job.namespace},
             "eventTime": format_micro_time(now),
             "firstTimestamp": format_rfc3339(now),
             "lastTimestamp": format_rfc3339(now),
@@ -203,12 +152,20 @@ class EventRecorder:
             "source": {"component": CONTROLLER},
             "reportingComponent": CONTROLLER,
             "reportingInstance": self._instance,
-            "action": event.action,
-            "reason": event.reason,
+            "action": "Reconcile",
+            "reason": event.reason.value,
             "type": "Warning" if event.warning else "Normal",
-            "involvedObject": dict(event.regarding),
-            "message": event.text.encode()[:MAX_NOTE_CHARACTERS].decode(errors="ignore"),
+            "involvedObject": {
+                "apiVersion": JOBS.api_version,
+                "kind": JOBS.kind,
+                "namespace": job.namespace,
+                "name": job.name,
+                "uid": job.uid,
+            },
+            "message": event.note.encode()[:MAX_NOTE_CHARACTERS].decode(errors="ignore"),
         }
-        if event.related:
-            body["related"] = dict(event.related)
+        if event.pod:
+            body["related"] = {"apiVersion": "v1", "kind": PODS.kind, "name": event.pod, "namespace": job.namespace}
+        elif event.node:
+            body["related"] = {"apiVersion": "v1", "kind": NODES.kind, "name": event.node}
         return body

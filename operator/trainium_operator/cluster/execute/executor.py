@@ -32,7 +32,7 @@ from trainium_operator.cluster.api.resources import (
 from trainium_operator.cluster.cache.kueue_views import set_conditions
 from trainium_operator.cluster.execute.concurrency import MAX_WRITES_PER_JOB, WriteSlots, run_all, run_with_slow_start
 from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimiter, ForceDeleteLimitError
-from trainium_operator.cluster.execute.events import EventRecorder, build_event, write_failed_event
+from trainium_operator.cluster.execute.events import EventRecorder, write_failed_event
 from trainium_operator.cluster.execute.membership_writes import MembershipWrites
 from trainium_operator.cluster.execute.merge_patch import replace_content
 from trainium_operator.cluster.queue.write_outcomes import check_identity, format_refusal
@@ -112,8 +112,8 @@ class Executor:
     async def execute(self, job: JobView, plan: Plan) -> None:
         """Execute the plan. Raises the ApiError of the first write that failed."""
         await self._statuses.write(job, plan.status)
-        for intent in plan.events:
-            self._recorder.record(build_event(job, intent))
+        for event in plan.events:
+            self._recorder.record(job.id, event)
         held: errors.ApiError | None = None
         refused: errors.ApiError | None = None
         started = False
@@ -183,7 +183,7 @@ class Executor:
             await run_all(at(place, work) for place, work in works)
         except errors.ApiError as error:
             if errors.is_refusal(error) and max(pauses) >= MIN_REPORTED_PAUSE_SECONDS:
-                self._recorder.record(write_failed_event(job, str(error)))
+                self._recorder.record(job.id, write_failed_event(str(error)))
             raise
 
     async def _execute_action(self, job: JobView, action: Action) -> None:

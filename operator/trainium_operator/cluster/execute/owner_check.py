@@ -25,7 +25,7 @@ from trainium_operator.cluster.api.resources import (
 )
 from trainium_operator.cluster.cache.ownership import find_controlling_job
 from trainium_operator.cluster.cache.parts import as_mapping, as_text
-from trainium_operator.cluster.execute.events import Event, EventRecorder, build_job_reference
+from trainium_operator.plan.model.actions import Event
 from trainium_operator.plan.model.names import ANNOTATION_JOB_UID
 from trainium_operator.plan.model.reasons import Reason
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trainium_contract.api_server.responses import Json
     from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.api.resources import Resource
+    from trainium_operator.cluster.execute.events import EventRecorder
     from trainium_operator.cluster.queue.refusal_backoff import RefusalBackoff
     from trainium_operator.plan.model.observed import JobView
 
@@ -96,8 +97,7 @@ class OwnerCheck:
         self._report(job, f"{origin} and becomes this job's")
 
     def _report(self, job: JobView, text: str) -> None:
-        reference = build_job_reference(job.namespace, job.name, job.uid)
-        self.recorder.record(Event(job.namespace, reference, Reason.ORPHAN_ADOPTED.value, text))
+        self.recorder.record(job.id, Event(reason=Reason.ORPHAN_ADOPTED, note=text))
 
 
 def _find_writer(job: JobView, current: Json) -> str:

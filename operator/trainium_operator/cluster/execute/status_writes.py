@@ -117,7 +117,7 @@ class StatusWrites:
             f"The status of this job is {outcome}: it is kept in ConfigMap {names.format_membership_name(job.name)}, "
             f"and the operator acts on it. Exempt trainingjobs/status from what refuses or delays it: {refusal}"
         )
-        self._recorder.record(write_failed_event(job, text))
+        self._recorder.record(job.id, write_failed_event(text))
         return refusal
 
     async def _apply(self, job: JobView, status: Json) -> Json:

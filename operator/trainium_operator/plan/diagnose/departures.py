@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.diagnose.node_failures import find_members_to_move
-from trainium_operator.plan.model.actions import EventIntent, build_event_intent
+from trainium_operator.plan.model.actions import Event, build_event
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_names
 from trainium_operator.plan.view.context import PlanContext, list_joiners
@@ -36,11 +36,11 @@ def find_leaving_members(context: PlanContext) -> list[tuple[Member, Worker]]:
     ]
 
 
-def build_notice_event(context: PlanContext, leaving: list[tuple[Member, Worker]]) -> EventIntent:
+def build_notice_event(context: PlanContext, leaving: list[tuple[Member, Worker]]) -> Event:
     """Return the event of a first interruption notice; it names the node of the first member that leaves."""
     member = leaving[0][0]
     names = format_names(tuple(member_leaving.pod_name for member_leaving, _ in leaving))
-    return build_event_intent(
+    return build_event(
         Reason.INTERRUPTION_NOTICE,
         f"Node {member.node_name} is about to leave: {context.node_problems[member.pod_uid]}; {names} trains on until "
         "another worker can take the rank.",

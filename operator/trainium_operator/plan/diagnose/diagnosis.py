@@ -44,7 +44,7 @@ from trainium_operator.plan.model.observed import NodeReadiness
 
 if TYPE_CHECKING:
     from trainium_contract.wire.messages import Member
-    from trainium_operator.plan.model.actions import EventIntent
+    from trainium_operator.plan.model.actions import Event
     from trainium_operator.plan.view.context import PlanContext
     from trainium_operator.plan.view.workers import Worker
 
@@ -59,7 +59,7 @@ class Diagnosis:
     """When to diagnose again (Unix seconds)."""
     leaving_since: float | None = None
     """Since when there is a notice that a member's node will leave (Unix seconds); None for none."""
-    events: tuple[EventIntent, ...] = ()
+    events: tuple[Event, ...] = ()
 
 
 def diagnose(context: PlanContext) -> Diagnosis:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.public import StragglerStatus
 from trainium_operator.plan.diagnose.failed_member import FailedMember
-from trainium_operator.plan.model.actions import EventIntent, PolicyResult, build_event_intent
+from trainium_operator.plan.model.actions import Event, PolicyResult, build_event
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.context import PlanContext, is_second_choice
 from trainium_operator.plan.view.progress import measure_resize_seconds
@@ -47,7 +47,7 @@ def find_stragglers(context: PlanContext, status: TrainingJobStatus) -> PolicyRe
     listed = {entry.pod: entry for entry in status.stragglers}
     paces = _compute_relative_paces(context)
     stragglers: list[StragglerStatus] = []
-    events: list[EventIntent] = []
+    events: list[Event] = []
     requeue_at: list[float] = []
     for pod, (node, ratio) in paces.items():
         entry = listed.get(pod)
@@ -60,13 +60,13 @@ def find_stragglers(context: PlanContext, status: TrainingJobStatus) -> PolicyRe
         if not entry.reported and step - entry.since_step >= spec.persist_steps:
             entry = entry.replaced(reported=True, slowdown=round(ratio, 2))
             message = _describe_straggler(entry, step) + _explain_retention(context, pod, spec)
-            events.append(build_event_intent(Reason.STRAGGLER_DETECTED, message, warning=True, pod=pod))
+            events.append(build_event(Reason.STRAGGLER_DETECTED, message, warning=True, pod=pod))
             requeue_at.append(context.now)  # it is reported first, and the next plan hands its rank over
         stragglers.append(entry)
     for pod, entry in listed.items():
         if entry.reported and pod in paces and all(straggler.pod != pod for straggler in stragglers):
             message = f"Pod {pod} on node {entry.node} keeps pace with the others again."
-            events.append(build_event_intent(Reason.STRAGGLER_RECOVERED, message, pod=pod))
+            events.append(build_event(Reason.STRAGGLER_RECOVERED, message, pod=pod))
     stragglers.sort(key=lambda entry: (-entry.reported, -entry.slowdown, entry.pod))
     status = status.replaced(stragglers=tuple(stragglers[:_MAX_LISTED]))
     return PolicyResult(status=status, events=tuple(events), requeue_at=tuple(requeue_at))

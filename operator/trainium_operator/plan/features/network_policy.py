@@ -26,7 +26,7 @@ from trainium_contract.status.conditions import ConditionType
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE
 from trainium_operator.plan.manifests.owned_object import build_owned_object
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import PolicyResult, build_event_intent
+from trainium_operator.plan.model.actions import PolicyResult, build_event
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.context import Feature, PlanContext, reconcile_object
@@ -77,7 +77,7 @@ def _report_refusal(context: PlanContext, status: TrainingJobStatus, refusal: Wr
     status = set_condition(status, _CONDITION, None if refusal.name_in_use else False, reason, text, now=context.now)
     old = find_condition(context.job.status, _CONDITION)
     is_new = old is None or is_true(context.job.status, _CONDITION) or old.reason != reason
-    return PolicyResult(status=status, events=(build_event_intent(reason, text, warning=True),) if is_new else ())
+    return PolicyResult(status=status, events=(build_event(reason, text, warning=True),) if is_new else ())
 
 
 def _remove_condition(status: TrainingJobStatus) -> TrainingJobStatus:

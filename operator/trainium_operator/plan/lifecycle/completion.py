@@ -22,7 +22,7 @@ from trainium_contract.status.failed_spec import FailedSpecStatus, compare_faile
 from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, find_first_rank
-from trainium_operator.plan.model.actions import DeleteJob, DeletePod, PolicyResult, build_event_intent
+from trainium_operator.plan.model.actions import DeleteJob, DeletePod, PolicyResult, build_event
 from trainium_operator.plan.model.conditions import is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.workers import build_deletion
@@ -126,7 +126,7 @@ def record_spec_change(context: PlanContext, status: TrainingJobStatus) -> Polic
     text = (
         f"The failed job was changed. What it says now counts when it runs again: kubectl trn retry {context.job.name}"
     )
-    return PolicyResult(status=status, events=(build_event_intent(Reason.SPEC_CHANGED, text),))
+    return PolicyResult(status=status, events=(build_event(Reason.SPEC_CHANGED, text),))
 
 
 def _compare_spec(context: PlanContext, record: FailedSpecStatus | None) -> FailedSpecStatus | None:

@@ -11,7 +11,7 @@ from trainium_contract.pages.formatting import pluralize
 from trainium_contract.wire.worker_env import compute_ranks_grace
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
 from trainium_operator.plan.manifests.worker_pod import build_pod_template
-from trainium_operator.plan.model.actions import EventIntent, build_event_intent
+from trainium_operator.plan.model.actions import Event, build_event
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ def shorten_grace(context: PlanContext, member: Member) -> Member:
     return member.replaced(grace_seconds=seconds)
 
 
-def report_changed_pods(context: PlanContext, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
+def report_changed_pods(context: PlanContext, members: tuple[Member, ...]) -> tuple[Event, ...]:
     """Report members whose ranks have less time to save, and those with limits that nobody requested for the job."""
     return (*_report_grace(context, members), *_report_limits(context, members))
 
 
-def _report_grace(context: PlanContext, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
+def _report_grace(context: PlanContext, members: tuple[Member, ...]) -> tuple[Event, ...]:
     times = [member.grace_seconds for member in members if member.grace_seconds is not None]
     if not times:
         return ()
@@ -45,10 +45,10 @@ def _report_grace(context: PlanContext, members: tuple[Member, ...]) -> tuple[Ev
         f"the {asked} s of recovery.gracePeriodSeconds: a pod template, a webhook, or an earlier value of the field "
         "gave their pods a shorter terminationGracePeriodSeconds"
     )
-    return (build_event_intent(Reason.PODS_CHANGED, note, warning=True, series="grace"),)
+    return (build_event(Reason.PODS_CHANGED, note, warning=True, series="grace"),)
 
 
-def _report_limits(context: PlanContext, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
+def _report_limits(context: PlanContext, members: tuple[Member, ...]) -> tuple[Event, ...]:
     pods = [worker.pod for member in members if (worker := context.workers.get(member.pod_uid)) and worker.pod.limits]
     if not pods:
         return ()
@@ -62,4 +62,4 @@ def _report_limits(context: PlanContext, members: tuple[Member, ...]) -> tuple[E
         f"Workers have limits that the job does not set: {', '.join(sorted(added))}. A LimitRange of namespace "
         f"{context.job.namespace} or a webhook added them; give limits of your own in workers.template"
     )
-    return (build_event_intent(Reason.PODS_CHANGED, note, warning=True, series="limits"),)
+    return (build_event(Reason.PODS_CHANGED, note, warning=True, series="limits"),)

@@ -16,7 +16,7 @@ from trainium_contract.wire.messages import MAX_GENERATION_LEAD, Member, Members
 from trainium_operator.plan.history.interruptions import find_open_membership_entry, replace_entry
 from trainium_operator.plan.manifests.config_maps import build_membership_map
 from trainium_operator.plan.membership.changed_pods import report_changed_pods, shorten_grace
-from trainium_operator.plan.model.actions import EventIntent, PolicyResult, PublishMembership, build_event_intent
+from trainium_operator.plan.model.actions import Event, PolicyResult, PublishMembership, build_event
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
@@ -70,13 +70,13 @@ def start_generation(context: PlanContext, status: TrainingJobStatus, new: NewGe
         manifest=build_membership_map(context.job, membership),
         replaces=recorded.generation if recorded else 0,
     )
-    events: tuple[EventIntent, ...] = ()
+    events: tuple[Event, ...] = ()
     if number > context.job.status.membership.generation:
         # A decision repeated after a crash was reported already.
         # The first generation answers no interruption, so it has no cause.
         why = f" ({new.cause.value}, {new.transition.value})" if number > 1 else ""
         note = f"Generation {number} begins on {pluralize(size, 'node')}{why}."
-        events = (build_event_intent(Reason.GENERATION_STARTED, note), *report_changed_pods(context, members))
+        events = (build_event(Reason.GENERATION_STARTED, note), *report_changed_pods(context, members))
     return PolicyResult(status=_date_decision(context, status), actions=(publish,), events=events)
 
 

@@ -3,8 +3,9 @@
 Plain frozen data. `plan.plan` alone joins the results of policies. A worker that executes a plan follows these rules:
 
 * The executor writes `Plan.status` first, when it differs from the observed one and with the observed
-  `resource_version` as precondition, then the actions in order, then the events. When a write fails it stops, and the
-  job is planned again. A crash between any two writes only delays: the next plan continues from what it finds.
+  `resource_version` as precondition, then records the events, then runs the actions in order. When a write fails it
+  stops, and the job is planned again. A crash between any two writes only delays: the next plan continues from what it
+  finds.
 * Pods are created with their deterministic names; "already exists" counts as done. Pods are deleted with their uid as
   precondition; "not found" and "another uid" count as done.
 """
@@ -12,7 +13,6 @@ Plain frozen data. `plan.plan` alone joins the results of policies. A worker tha
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from trainium_operator.plan.model.text import format_sentence
@@ -160,47 +160,25 @@ Action = (
 )
 
 
-class EventType(StrEnum):
-    """Type of a Kubernetes event."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One event on the TrainingJob."""
 
-    NORMAL = "Normal"
-    WARNING = "Warning"
-
-
-class EventKind(StrEnum):
-    """Kinds of objects that an event is about besides the job."""
-
-    POD = "Pod"
-    NODE = "Node"
-
-
-@dataclass(frozen=True, slots=True)
-class EventIntent:
-    """One event on the TrainingJob, to be emitted after the status write."""
-
-    type: EventType
-    reason: str
-    """One of `reasons.Reason`."""
+    reason: Reason
     note: str
-    """At most 1,000 characters."""
-    related_kind: EventKind | None = None
-    related_name: str = ""
+    warning: bool = False
+    pod: str = ""
+    """The pod that it is about besides the job; without one, `node`."""
+    node: str = ""
     series: str = ""
-    """Intents of one reason and series are one Event with a count; empty: those with the same note."""
+    """Events of one reason and series are one Event with a count; empty: those with the same note."""
 
 
-def build_event_intent(
+def build_event(
     reason: Reason, note: str, *, warning: bool = False, pod: str = "", node: str = "", series: str = ""
-) -> EventIntent:
+) -> Event:
     """Build an event about the job and a pod or node; the note is cut to what an event may hold."""
-    return EventIntent(
-        type=EventType.WARNING if warning else EventType.NORMAL,
-        reason=reason.value,
-        note=format_sentence(note),
-        related_kind=EventKind.POD if pod else EventKind.NODE if node else None,
-        related_name=pod or node,
-        series=series,
-    )
+    return Event(reason=reason, note=format_sentence(note), warning=warning, pod=pod, node=node, series=series)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +187,7 @@ class Plan:
 
     status: TrainingJobStatus
     actions: tuple[Action, ...] = ()
-    events: tuple[EventIntent, ...] = ()
+    events: tuple[Event, ...] = ()
     requeue_after: float | None = field(default=None)
     """Seconds after which the job must be planned again even if nothing changes; None for never."""
 
@@ -221,7 +199,7 @@ class PolicyResult:
     status: TrainingJobStatus
     actions: tuple[Action, ...] = ()
     """In order."""
-    events: tuple[EventIntent, ...] = ()
+    events: tuple[Event, ...] = ()
     requeue_at: tuple[float, ...] = ()
     """When the job must be planned again (Unix seconds)."""
 

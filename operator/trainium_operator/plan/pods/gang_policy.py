@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.backoff import compute_backoff
-from trainium_operator.plan.model.actions import PolicyResult, build_event_intent
+from trainium_operator.plan.model.actions import PolicyResult, build_event
 from trainium_operator.plan.model.conditions import set_condition
 from trainium_operator.plan.model.grant import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
@@ -63,7 +63,7 @@ def withhold_pods(context: PlanContext, status: TrainingJobStatus) -> tuple[bool
     gang = gang.replaced(holding_since=None, releases=releases, retry_at=retry_at)
     released = _release_workers(context, status.replaced(gang=gang), retry_at)
     return True, replace(
-        released, events=(build_event_intent(Reason.GANG_TIMED_OUT, _describe_timeout(context, gang), warning=True),)
+        released, events=(build_event(Reason.GANG_TIMED_OUT, _describe_timeout(context, gang), warning=True),)
     )
 
 

@@ -39,7 +39,7 @@ from trainium_operator.plan.manifests.worker_pod import (
     is_outdated,
 )
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyObject, CreatePod, PolicyResult, build_event_intent
+from trainium_operator.plan.model.actions import ApplyObject, CreatePod, PolicyResult, build_event
 from trainium_operator.plan.model.observed import PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.node_avoidance import find_broken_units, list_forbidden_nodes, list_released_nodes
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from trainium_contract.status.internal import InternalStatus
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.failed_member import FailedMember
-    from trainium_operator.plan.model.actions import Action, DeletePod, EventIntent
+    from trainium_operator.plan.model.actions import Action, DeletePod, Event
 
 Json = dict[str, Any]
 
@@ -133,7 +133,7 @@ def _sort_outsiders(
     evidence = _list_workers_kept_for_logs(context)
     usable: list[Worker] = []
     deletions: list[DeletePod] = []
-    events: list[EventIntent] = []
+    events: list[Event] = []
     current_hash = compute_template_hash(context.job, context.settings) if context.non_members else ""
     released = list_released_nodes(context)
     for worker in context.non_members:
@@ -156,7 +156,7 @@ def _sort_outsiders(
             if failure.node or not worker.pod.extra:  # a missing optional worker does not end a job
                 status = status.replaced(failures=_count_failure(context, status, failure))
             events.append(
-                build_event_intent(
+                build_event(
                     Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name, series=failure.series
                 )
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import PolicyResult, build_event_intent
+from trainium_operator.plan.model.actions import PolicyResult, build_event
 from trainium_operator.plan.model.conditions import find_condition, is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.context import describe_creation_refusal
@@ -43,7 +43,7 @@ def report_differences(context: PlanContext, status: TrainingJobStatus) -> Polic
     reason, text = differences[0][0], "; ".join(sentence for _, sentence in differences[:_MAX_SHOWN]) + more
     status = set_condition(status, _CONDITION, False, reason, text, now=context.now)
     is_new = old is None or old.reason != reason
-    events = (build_event_intent(reason, text, warning=True),) if is_new else ()
+    events = (build_event(reason, text, warning=True),) if is_new else ()
     return PolicyResult(status=status, events=events, requeue_at=requeue_at)
 
 

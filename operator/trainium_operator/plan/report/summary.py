@@ -26,7 +26,7 @@ from trainium_contract.status.results import Alert, StepFigures
 from trainium_contract.wire.messages import AlertKind, HeartbeatRequest, Member, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import compute_template_hash, is_outdated
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import EventIntent, PolicyResult, build_event_intent
+from trainium_operator.plan.model.actions import Event, PolicyResult, build_event
 from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, set_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.gang_policy import set_admitted
@@ -128,13 +128,13 @@ def count_outdated_pods(context: PlanContext, status: TrainingJobStatus) -> Poli
     running = [worker for worker in context.workers.values() if not worker.ended and worker.pod.template_hash]
     current_hash = compute_template_hash(context.job, context.settings) if running else ""
     outdated = sum(is_outdated(worker.pod.template_hash, current_hash) for worker in running)
-    events: tuple[EventIntent, ...] = ()
+    events: tuple[Event, ...] = ()
     if outdated and not status.outdated_pods:
         note = (
             f"{outdated} of {len(running)} workers have an earlier pod template and continue unchanged; new pods have "
             "the new one. To update all, suspend the job and resume it."
         )
-        events = (build_event_intent(Reason.TEMPLATE_CHANGED, note),)
+        events = (build_event(Reason.TEMPLATE_CHANGED, note),)
     return PolicyResult(status=status.replaced(outdated_pods=outdated), events=events)
 
 

@@ -34,7 +34,7 @@ def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code: Any, reason:
     assert result.newest_entry.response is RecoveryResponse.STOP
     assert result.status.avoided_nodes == ()
     assert result.status.failures == ()
-    assert (reason, "Warning") in {(event.reason, event.type) for event in result.events}
+    assert (reason, True) in {(event.reason, event.warning) for event in result.events}
     assert len(result.status.history) == 1
     assert set(result.deleted_pods) == {f"demo-w-{ordinal}" for ordinal in (0, 2, 3)}, (
         "the one that it names ends by itself"

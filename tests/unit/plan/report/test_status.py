@@ -391,7 +391,7 @@ def test_an_alert_of_the_trainer_becomes_one_event() -> None:
     observed = with_alerts(with_written_status(build.running_job(4)), spike)
     result = make_plan(observed)
     (event,) = [event for event in result.events if event.reason == "LossSpike"]
-    assert (event.type.value, event.note) == ("Warning", "Step 29: the gradient norm is high")
+    assert (event.warning, event.note) == (True, "Step 29: the gradient norm is high")
     assert [(alert.kind, alert.step) for alert in result.status.alerts] == [("LossSpike", 29)]
     plan_resumption = spike.model_copy(update={"message": "Step 29 again, after a resume"})
     later = with_alerts(with_written_status(observed), plan_resumption, now=NOW + 60)

@@ -2,18 +2,23 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 
 from tests.testing.api.fake_api_server import FakeApiServer
 from tests.testing.suite.virtual_time import run_pending_tasks, run_virtual
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import EVENTS
-from trainium_operator.cluster.execute.events import BUCKET, Event, EventRecorder
+from trainium_operator.cluster.execute.events import BUCKET, EventRecorder
+from trainium_operator.plan.model.actions import Event
+from trainium_operator.plan.model.names import JobId
+from trainium_operator.plan.model.reasons import Reason
 
-JOB = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "namespace": "default", "name": "j", "uid": "u"}
+JOB = JobId("default", "j", "u")
+INVOLVED = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", **asdict(JOB)}
 
 
-def build_event(text: str, uid: str = "u") -> Event:
-    return Event("default", {**JOB, "uid": uid}, "WorkerLost", text)
+def record(recorder: EventRecorder, note: str, job: JobId = JOB, series: str = "") -> None:
+    recorder.record(job, Event(reason=Reason.WORKER_FAILED, note=note, series=series))
 
 
 def with_recorder(test: Callable[[FakeApiServer, EventRecorder], Awaitable[None]]) -> Callable[[], None]:
@@ -36,15 +41,13 @@ def events(cluster: FakeApiServer) -> list[dict]:
 
 @with_recorder
 async def test_an_event_has_the_required_fields(cluster: FakeApiServer, recorder: EventRecorder) -> None:
-    recorder.record(
-        Event("default", JOB, "WorkerLost", "x" * 3000, warning=True, related={"kind": "Node", "name": "n"})
-    )
+    recorder.record(JOB, Event(reason=Reason.WORKER_FAILED, note="x" * 3000, warning=True, node="n"))
     await run_pending_tasks()
     (event,) = events(cluster)
     assert event["apiVersion"] == "v1"
-    assert event["involvedObject"] == JOB
-    assert event["related"] == {"kind": "Node", "name": "n"}
-    assert (event["type"], event["reason"], event["action"]) == ("Warning", "WorkerLost", "Reconcile")
+    assert event["involvedObject"] == INVOLVED
+    assert event["related"] == {"apiVersion": "v1", "kind": "Node", "name": "n"}
+    assert (event["type"], event["reason"], event["action"]) == ("Warning", "WorkerFailed", "Reconcile")
     assert event["reportingComponent"] == "trainium.dev/operator"
     assert event["eventTime"].startswith(event["firstTimestamp"].removesuffix("Z"))
     assert event["lastTimestamp"] == event["firstTimestamp"]
@@ -54,12 +57,12 @@ async def test_an_event_has_the_required_fields(cluster: FakeApiServer, recorder
 @with_recorder
 async def test_repeated_notes_are_a_series_of_one_event(cluster: FakeApiServer, recorder: EventRecorder) -> None:
     for _ in range(10):
-        recorder.record(build_event("pod w-1 lost"))
+        record(recorder, "pod w-1 lost")
         await asyncio.sleep(20)
     (event,) = events(cluster)
     assert event["count"] == 9
     assert event["lastTimestamp"] > event["firstTimestamp"]
-    recorder.record(build_event("pod w-2 lost"))
+    record(recorder, "pod w-2 lost")
     await run_pending_tasks()
     assert len(events(cluster)) == 2
 
@@ -68,18 +71,18 @@ async def test_repeated_notes_are_a_series_of_one_event(cluster: FakeApiServer, 
 async def test_notes_of_one_series_are_one_event(cluster: FakeApiServer, recorder: EventRecorder) -> None:
     for number in range(4):
         text = f"Pod w-{number} ended before it could join: exit code 7"
-        recorder.record(Event("default", JOB, "WorkerFailed", text, series="exit code 7"))
+        record(recorder, text, series="exit code 7")
         await asyncio.sleep(40)
-    recorder.record(Event("default", JOB, "WorkerFailed", "Pod w-5 ended: exit code 8", series="exit code 8"))
+    record(recorder, "Pod w-5 ended: exit code 8", series="exit code 8")
     await run_pending_tasks()
     assert sorted(event["count"] for event in events(cluster)) == [1, 4]
 
 
 @with_recorder
 async def test_a_note_after_a_long_pause_is_a_new_event(cluster: FakeApiServer, recorder: EventRecorder) -> None:
-    recorder.record(build_event("pod w-1 lost"))
+    record(recorder, "pod w-1 lost")
     await asyncio.sleep(1000)
-    recorder.record(build_event("pod w-1 lost"))
+    record(recorder, "pod w-1 lost")
     await run_pending_tasks()
     assert len(events(cluster)) == 2
 
@@ -87,8 +90,8 @@ async def test_a_note_after_a_long_pause_is_a_new_event(cluster: FakeApiServer, 
 @with_recorder
 async def test_events_are_limited_for_each_job(cluster: FakeApiServer, recorder: EventRecorder) -> None:
     for number in range(100):
-        recorder.record(build_event(f"news {number}"))
-    recorder.record(build_event("other job", uid="v"))
+        record(recorder, f"news {number}")
+    record(recorder, "other job", JobId("default", "j", "v"))
     await asyncio.sleep(1)
     assert len(events(cluster)) == BUCKET + 1
     assert recorder.dropped == 100 - BUCKET
@@ -96,11 +99,11 @@ async def test_events_are_limited_for_each_job(cluster: FakeApiServer, recorder:
 
 @with_recorder
 async def test_a_series_whose_event_has_expired_starts_again(cluster: FakeApiServer, recorder: EventRecorder) -> None:
-    recorder.record(build_event("pod w-1 lost"))
+    record(recorder, "pod w-1 lost")
     await asyncio.sleep(60)
     (event,) = events(cluster)
     cluster.remove(EVENTS, "default", event["metadata"]["name"])
-    recorder.record(build_event("pod w-1 lost"))
+    record(recorder, "pod w-1 lost")
     await asyncio.sleep(1)
     assert len(events(cluster)) == 1
 
@@ -108,10 +111,10 @@ async def test_a_series_whose_event_has_expired_starts_again(cluster: FakeApiSer
 @with_recorder
 async def test_notes_during_an_outage_are_dropped(cluster: FakeApiServer, recorder: EventRecorder) -> None:
     cluster.down = True
-    recorder.record(build_event("lost"))
+    record(recorder, "lost")
     await recorder.flush(1.0)
     await asyncio.sleep(100)
     cluster.down = False
-    recorder.record(build_event("found"))
+    record(recorder, "found")
     await run_pending_tasks()
     assert [event["message"] for event in events(cluster)] == ["found"]

@@ -27,12 +27,11 @@ from trainium_operator.plan.model.actions import (
     ApplyOptional,
     CreatePod,
     DeletePod,
-    EventIntent,
-    EventKind,
-    EventType,
+    Event,
     Plan,
 )
 from trainium_operator.plan.model.observed import WorkerIngress
+from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.disruption_budget import build_budget
 
 
@@ -57,9 +56,9 @@ class ConcurrentRequests:
 @in_virtual_time
 async def test_the_status_is_written_before_pods_and_events(harness: ExecutorHarness) -> None:
     writer = asyncio.create_task(harness.recorder.run())
-    intent = EventIntent(EventType.WARNING, "WorkerLost", "failed", EventKind.POD, "j-w-0")
+    lost = Event(reason=Reason.WORKER_FAILED, note="failed", warning=True, pod="j-w-0")
     plan = Plan(
-        status=replace_status(harness.job, phase=Phase.STARTING), actions=harness.pod_creations(2), events=(intent,)
+        status=replace_status(harness.job, phase=Phase.STARTING), actions=harness.pod_creations(2), events=(lost,)
     )
     await harness.executor.execute(harness.job, plan)
     await run_pending_tasks()

@@ -23,7 +23,7 @@ from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.results import MAX_EVALUATIONS, EvaluationFigure, MilestoneEvaluation, RunResults
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_operator.plan.features.evaluation.pod import build_evaluation_pod
-from trainium_operator.plan.model.actions import CreateOtherPod, DeleteOtherPod, PolicyResult, build_event_intent
+from trainium_operator.plan.model.actions import CreateOtherPod, DeleteOtherPod, PolicyResult, build_event
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.names import format_evaluation_name
 from trainium_operator.plan.model.observed import PodPhase
@@ -114,7 +114,7 @@ def _record_end(
     if figures:
         entry = entry.replaced(figures=figures, message="")
         text = ", ".join(format_figure(figure) for figure in figures)
-        note = build_event_intent(Reason.EVALUATED, f"The model of step {entry.step} was measured: {text}.")
+        note = build_event(Reason.EVALUATED, f"The model of step {entry.step} was measured: {text}.")
         return PolicyResult(status=_set_entry(status, entry), events=(note,))
     reason = pod.message or pod.reason or "its pod left no figures"
     if pod.disrupted:
@@ -124,7 +124,7 @@ def _record_end(
     consequence = "it is tried again" if is_pending(entry) else "it is left out"
     code = "" if pod.exit_code is None else f" (exit code {pod.exit_code})"
     text = f"The model of step {entry.step} could not be measured{code}, {consequence}: {reason}"
-    warning = build_event_intent(Reason.EVALUATION_FAILED, text, warning=True)
+    warning = build_event(Reason.EVALUATION_FAILED, text, warning=True)
     return PolicyResult(status=_set_entry(status, entry), events=(warning,))
 
 

@@ -28,7 +28,7 @@ from trainium_operator.plan.model.actions import (
     CreateOtherPod,
     DeleteOtherPod,
     PolicyResult,
-    build_event_intent,
+    build_event,
 )
 from trainium_operator.plan.model.conditions import set_condition
 from trainium_operator.plan.model.grant import AdmissionState
@@ -43,7 +43,7 @@ from trainium_operator.plan.view.node_problems import find_worst_problem
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.spec.roles import RoleSpec
-    from trainium_operator.plan.model.actions import Action, EventIntent
+    from trainium_operator.plan.model.actions import Action, Event
     from trainium_operator.plan.model.observed import Observed, PlanSettings, PodView
 
 RECHECK_SECONDS = 5.0
@@ -110,7 +110,7 @@ class _Review:
     state: RoleState
     alive: list[PodView]
     actions: list[Action]
-    events: list[EventIntent]
+    events: list[Event]
     restarts: int = 0
 
 
@@ -164,9 +164,7 @@ def _review_pods(context: PlanContext, status: TrainingJobStatus, role: RoleSpec
             review.restarts += 1
             note = f"Role {role.name}: {failure.message} ({failure.cause.value}); another pod takes its place"
             series = f"{role.name} {failure.cause.value}"
-            review.events.append(
-                build_event_intent(Reason.ROLE_POD_REPLACED, note, warning=True, pod=pod.name, series=series)
-            )
+            review.events.append(build_event(Reason.ROLE_POD_REPLACED, note, warning=True, pod=pod.name, series=series))
         is_stale = not pod.ready and is_outdated(pod.template_hash, template_hash) and not context.job.unknown
         if failure is None and not (pod.deleting or is_stale):
             review.alive.append(pod)
