@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from trainium_trainer.backends.optimizers import Slot
-from trainium_trainer.backends.state_store import LocalParameter, Split, StateStore, square_sum
-from trainium_trainer.checkpoint.format.live_state import is_dtensor, to_local
+from trainium_trainer.backends.state_store import LocalParameter, StateStore, square_sum
+from trainium_trainer.checkpoint.format.live_state import get_box, get_division, is_dtensor
 from trainium_trainer.models.stages import find_shared_with_first, list_canonical_parameters
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, find_moment, format_state_name
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup, Work
 
+    from trainium_trainer.checkpoint.sharding import Box
     from trainium_trainer.models.llama import Llama
 
 _ALIGNMENT = 16  # in float32 values: one cache line, so that no two parameters share one
@@ -40,11 +41,15 @@ class _Entry:
 
     name: str
     parameter: nn.Parameter
-    size: torch.Size
-    local_size: torch.Size
+    box: Box
+    """The box of the parameter that this rank holds."""
     offset: int
     is_divided: bool
-    splits: tuple[Split, ...]
+
+    @property
+    def values(self) -> slice:
+        """The range of the parameter in the flat buffers."""
+        return slice(self.offset, self.offset + self.box.volume)
 
 
 class ReplicatedStore(StateStore):
@@ -68,10 +73,9 @@ class ReplicatedStore(StateStore):
         self._dp = dp
         self._tp_rank = tp_rank
         self._half = half
-        self._entries, self._ends, total = _plan_buffers(models, tp_rank)
-        self._frozen = _create_frozen_entries(models, tp_rank)
+        self._entries, self._ends, total = _plan_buffers(models)
+        self._frozen: list[LocalParameter] = []
         dtype = torch.bfloat16 if half else torch.float32
-        self._frozen_locals: list[Tensor] = []
         self._flat = {
             part: torch.zeros(total, dtype=dtype, device=device) for part in (WEIGHT, *map(find_moment, moments))
         }
@@ -89,10 +93,12 @@ class ReplicatedStore(StateStore):
     def _adopt(self, models: Sequence[Llama], device: torch.device) -> None:
         """Turn every trained parameter and its gradient into views of the flat buffers; allocate the others."""
         replacement: dict[int, nn.Parameter] = {}
-        for entry in self._frozen:
-            local = torch.zeros(entry.local_size, dtype=entry.parameter.dtype, device=device)
-            replacement[id(entry.parameter)] = nn.Parameter(_wrap_like(entry.parameter, local), requires_grad=False)
-            self._frozen_locals.append(local)
+        for name, frozen in itertools.chain.from_iterable(map(list_canonical_parameters, models)):
+            if not frozen.requires_grad:
+                box = get_box(frozen)
+                local = torch.zeros(box.sizes, dtype=frozen.dtype, device=device)
+                replacement[id(frozen)] = nn.Parameter(_wrap_like(frozen, local), requires_grad=False)
+                self._frozen.append(LocalParameter(name, frozen.shape, local, box))
         for index, entry in enumerate(self._entries):
             parameter = nn.Parameter(self._slice_view(self._flat[WEIGHT], entry))
             replacement[id(entry.parameter)] = parameter
@@ -108,8 +114,7 @@ class ReplicatedStore(StateStore):
                     module.register_parameter(name, replacement[id(old)])
 
     def _slice_view(self, flat: Tensor, entry: _Entry) -> Tensor:
-        local = flat[entry.offset : entry.offset + entry.local_size.numel()].view(entry.local_size)
-        return _wrap_like(entry.parameter, local)
+        return _wrap_like(entry.parameter, flat[entry.values].view(entry.box.sizes))
 
     def _compute_bucket_bounds(self, total: int) -> list[tuple[int, int]]:
         bounds: list[tuple[int, int]] = []
@@ -125,7 +130,7 @@ class ReplicatedStore(StateStore):
 
     def _split_by_kind(self, total: int) -> list[tuple[int, int, bool]]:
         """Return the buckets, split between matrices and vectors: (start, end, has matrices)."""
-        kinds = {entry.offset: len(entry.size) > 1 for entry in self._entries}
+        kinds = {entry.offset: len(entry.parameter.shape) > 1 for entry in self._entries}
         if not kinds:
             return []
         kind_changes = [after for before, after in itertools.pairwise(kinds) if kinds[before] != kinds[after]]
@@ -198,7 +203,7 @@ class ReplicatedStore(StateStore):
     def find_gradient(self, name: str) -> Tensor:
         """See `StateStore.find_gradient`."""
         entry = next(entry for entry in self._entries if entry.name == name)
-        return self._gradients[entry.offset : entry.offset + entry.local_size.numel()]
+        return self._gradients[entry.values]
 
     def iterate_slots(self) -> Iterator[Slot]:
         """Yield the flat buffers in ranges that keep temporaries small, matrices apart from vectors.
@@ -208,9 +213,8 @@ class ReplicatedStore(StateStore):
         """
         if self._half:
             for entry in self._entries:
-                values = slice(entry.offset, entry.offset + entry.local_size.numel())
                 key = f"{entry.name}:{self._tp_rank if entry.is_divided else 0}"
-                yield self._create_slot(values, is_matrix=len(entry.size) > 1, key=key)
+                yield self._create_slot(entry.values, is_matrix=len(entry.parameter.shape) > 1, key=key)
             return
         for start, end, is_matrix in self._slot_bounds:
             yield self._create_slot(slice(start, end), is_matrix=is_matrix)
@@ -230,14 +234,12 @@ class ReplicatedStore(StateStore):
     def iterate_parameters(self) -> Iterator[LocalParameter]:
         """See `StateStore.iterate_parameters`."""
         for entry in self._entries:
-            end = entry.offset + entry.local_size.numel()
-            local = self._flat[WEIGHT][entry.offset : end].view(entry.local_size)
-            yield LocalParameter(entry.name, entry.size, local, entry.splits)
+            local = self._flat[WEIGHT][entry.values].view(entry.box.sizes)
+            yield LocalParameter(entry.name, entry.parameter.shape, local, entry.box)
 
     def iterate_frozen(self) -> Iterator[LocalParameter]:
         """See `StateStore.iterate_frozen`."""
-        for entry, local in zip(self._frozen, self._frozen_locals, strict=True):
-            yield LocalParameter(entry.name, entry.size, local, entry.splits)
+        yield from self._frozen
 
     def state_dict(self) -> dict[str, Any]:
         """Return one view per parameter and kind of value."""
@@ -257,7 +259,7 @@ def _split_ranges(flat: Tensor) -> list[Tensor]:
     return [flat[start : start + _BUCKET_VALUES] for start in range(0, flat.numel(), _BUCKET_VALUES)]
 
 
-def _plan_buffers(models: Sequence[Llama], tp_rank: int) -> tuple[list[_Entry], tuple[int, int], int]:
+def _plan_buffers(models: Sequence[Llama]) -> tuple[list[_Entry], tuple[int, int], int]:
     """Return the entries, the ends of the regions of divided and of repeated parameters, and the total length.
 
     Parameters are in reverse order of use, so that the gradients of the first bucket complete first. Parameters that
@@ -268,41 +270,22 @@ def _plan_buffers(models: Sequence[Llama], tp_rank: int) -> tuple[list[_Entry], 
     shared = frozenset[str]().union(*(find_shared_with_first(model) for model in models))
     named = [item for model in models for item in list_canonical_parameters(model)][::-1]
     tensor_parallel = any(is_dtensor(parameter) for _, parameter in named)
-    placed = []
-    for name, parameter in named:
-        if parameter.requires_grad:
-            splits = _find_splits(parameter, tp_rank)
-            placed.append((name, parameter, splits, bool(splits) or not tensor_parallel))
-    placed.sort(key=lambda item: (item[0] in shared, not item[3], len(item[1].shape) == 1))
+    placed = [
+        (name, parameter, bool(get_division(parameter)) or not tensor_parallel)
+        for name, parameter in named
+        if parameter.requires_grad
+    ]
+    placed.sort(key=lambda item: (item[0] in shared, not item[2], len(item[1].shape) == 1))
     entries: list[_Entry] = []
     offset = divided_end = repeated_end = 0
-    for name, parameter, splits, is_divided in placed:
-        local_size = to_local(parameter).shape
-        entries.append(_Entry(name, parameter, parameter.shape, local_size, offset, is_divided, splits))
-        offset += -(-local_size.numel() // _ALIGNMENT) * _ALIGNMENT
+    for name, parameter, is_divided in placed:
+        box = get_box(parameter)
+        entries.append(_Entry(name, parameter, box, offset, is_divided))
+        offset += -(-box.volume // _ALIGNMENT) * _ALIGNMENT
         if name not in shared:
             divided_end = offset if is_divided else divided_end
             repeated_end = offset
     return entries, (divided_end, repeated_end), offset
-
-
-def _create_frozen_entries(models: Sequence[Llama], tp_rank: int) -> list[_Entry]:
-    """Return the entries of frozen parameters, which are not in the buffers."""
-    return [
-        _Entry(name, parameter, parameter.shape, to_local(parameter).shape, -1, bool(splits), splits)
-        for model in models
-        for name, parameter in list_canonical_parameters(model)
-        if not parameter.requires_grad
-        for splits in (_find_splits(parameter, tp_rank),)
-    ]
-
-
-def _find_splits(parameter: nn.Parameter, tp_rank: int) -> tuple[Split, ...]:
-    """Return the splits by which tensor parallelism takes this rank's part from the whole."""
-    if not is_dtensor(parameter):
-        return ()
-    placement = _as_dtensor(parameter).placements[0]
-    return (Split(placement.dim, _as_dtensor(parameter).device_mesh.size(), tp_rank),) if placement.is_shard() else ()
 
 
 def _wrap_like(parameter: nn.Parameter, local: Tensor) -> Tensor:

@@ -21,8 +21,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from trainium_contract.models.parameters import EMBEDDING
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.optimizers import Slot
-from trainium_trainer.backends.state_store import LocalParameter, Split, StateStore, square_sum
-from trainium_trainer.checkpoint.format.live_state import to_local
+from trainium_trainer.backends.state_store import LocalParameter, StateStore, square_sum
+from trainium_trainer.checkpoint.format.live_state import get_box, get_division, to_local
+from trainium_trainer.checkpoint.sharding import Axis
 from trainium_trainer.models.llama import RMSNorm
 from trainium_trainer.models.stages import find_shared_with_first, list_canonical_parameters, list_present_layers
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, find_moment, format_state_name
@@ -87,7 +88,6 @@ class _Entry:
     """Whether tensor parallelism divides the parameter."""
     is_counted: bool
     """Whether this stage counts the parameter in norms."""
-    splits: tuple[Split, ...]
 
     def sum(self) -> Tensor:
         """Return this rank's part of the step's gradient, float32."""
@@ -122,7 +122,7 @@ class ShardedStore(StateStore):
                     module.set_custom_reduce_scatter(_WatchedReduceScatter(self._own_sums))
         self._models = models
         self._frozen = [
-            LocalParameter(name, parameter.shape, to_local(parameter), _find_splits(parameter, mesh))
+            LocalParameter(name, parameter.shape, to_local(parameter), get_box(parameter))
             for model in models
             for name, parameter in list_canonical_parameters(model)
             if not parameter.requires_grad
@@ -210,7 +210,8 @@ class ShardedStore(StateStore):
     def iterate_parameters(self) -> Iterator[LocalParameter]:
         """See `StateStore.iterate_parameters`."""
         for entry in self._entries:
-            yield LocalParameter(entry.name, entry.parameter.shape, to_local(entry.parameter), entry.splits)
+            parameter = entry.parameter
+            yield LocalParameter(entry.name, parameter.shape, to_local(parameter), get_box(parameter))
 
     def iterate_frozen(self) -> Iterator[LocalParameter]:
         """See `StateStore.iterate_frozen`."""
@@ -240,8 +241,7 @@ def _create_entry(
     is_tied: bool,
 ) -> _Entry:
     """Create the entry of a parameter."""
-    splits = _find_splits(parameter, mesh)
-    is_divided = len(splits) == 2
+    is_divided = any(cut.axis is Axis.TENSOR for cut in get_division(parameter))
     local = to_local(parameter)
     return _Entry(
         name=name,
@@ -252,14 +252,4 @@ def _create_entry(
         moments={find_moment(moment_name): torch.zeros_like(parameter.detach()) for moment_name in moments},
         is_divided=is_divided,
         is_counted=is_counted,
-        splits=splits,
     )
-
-
-def _find_splits(parameter: nn.Parameter, mesh: MeshCoordinates) -> tuple[Split, ...]:
-    """Return the splits that leave this rank's part: those of tensor parallelism come first, then those of FSDP."""
-    placements: tuple[Any, ...] = parameter.placements  # type: ignore[attr-defined]
-    data_split = Split(placements[0].dim, mesh.dp_size, mesh.dp_rank)
-    if len(placements) == 2 and placements[1].is_shard():
-        return Split(placements[1].dim, mesh.tp_size, mesh.tp_rank), data_split
-    return (data_split,)

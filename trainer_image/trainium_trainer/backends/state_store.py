@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from trainium_trainer.checkpoint.format.live_state import is_dtensor, to_local
-from trainium_trainer.checkpoint.sharding import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,18 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_trainer.backends.optimizers import Slot
+    from trainium_trainer.checkpoint.sharding import Box
 
 _FLOAT32_SUM_VALUES = 1 << 14
 """The number of values that are summed in float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A division of one dimension into equal pieces, as DTensor divides it; a rank keeps the piece `index`."""
-
-    dimension: int
-    pieces: int
-    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +35,8 @@ class LocalParameter:
     size: torch.Size
     """The size of the whole parameter."""
     local: Tensor
-    splits: tuple[Split, ...]
-    """The divisions that leave this rank's part, in their order."""
-
-    @property
-    def box(self) -> Box:
-        """The box of the whole parameter that this rank holds; empty where there are fewer rows than pieces."""
-        offsets, sizes = [0] * len(self.size), list(self.size)
-        for split in self.splits:
-            extent = sizes[split.dimension]
-            length = -(-extent // split.pieces)
-            begin = min(split.index * length, extent)
-            offsets[split.dimension] += begin
-            sizes[split.dimension] = min(length, extent - begin)
-        return Box(tuple(offsets), tuple(sizes))
+    box: Box
+    """The box of the whole parameter that this rank holds; empty where there are fewer rows than ranks."""
 
     def slice_whole(self, whole: Tensor) -> Tensor:
         """Return the values of a whole tensor that this rank holds."""

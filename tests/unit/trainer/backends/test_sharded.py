@@ -56,7 +56,7 @@ def test_weights_are_gathered_once_a_step_where_only_the_optimizer_is_sharded(
     shape = resolve_shape(ModelConfig(num_layers=LAYERS, hidden_size=32, intermediate_size=48), 64)
     with torch.device("meta"):
         model = Llama(shape)
-    apply_sharding(model, init_device_mesh("cpu", (2,)), Precision.FLOAT32, mode)
+    apply_sharding(model, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), Precision.FLOAT32, mode)
     keep_gathered = mode is DataParallelMode.SHARDED_OPTIMIZER
     coordinates = MeshCoordinates(rank=0, world_size=2, dp_rank=0, dp_size=2, tp_rank=0, tp_size=1, dp_mode=mode)
     store = ShardedStore(
