@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import functools
-import gc
 import os
 import signal
 from collections.abc import Callable
@@ -161,5 +160,4 @@ def scatter_with_failures(coordinates: MeshCoordinates) -> list[str]:
         outcome({}, build_answers, label="late" if coordinates.rank == 1 else "same"),
         outcome({}, lambda values: [lambda: values for _ in values]),
         outcome({}, build_answers),
-        outcome({}, lambda values: [gc.isenabled() for _ in values]) + str(gc.isenabled()),
     ]

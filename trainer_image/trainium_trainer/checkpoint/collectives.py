@@ -1,9 +1,9 @@
 """Collectives of Python values of any size that scale to 4,096 ranks.
 
 `all_gather_object` pads every value to the longest: with one long value, each of 4,096 ranks holds 4,096 long values.
-Here values are reduced up a binary tree to rank 0, joined and compressed at each level. Only rank 0 decides:
-`reduce_on_root` broadcasts the decision, and `scatter_from_root` sends each rank its part down the same tree. Only rank
-0 receives all values, and the total traffic grows with the number of ranks times the height of the tree.
+Here values are reduced up a binary tree to rank 0, joined and compressed at each level. Only rank 0 decides, and sends
+each rank its part of the decision down the same tree. Only rank 0 receives all values, and the total traffic grows with
+the number of ranks times the height of the tree.
 
 Guarantees:
 - A rank receives the values of others compressed and without padding, from at most log2(ranks) ranks.
@@ -47,43 +47,39 @@ def reduce_on_root(
 ) -> A:
     """Run `decide` on rank 0 with the values of all ranks; all ranks get its outcome. Collective.
 
-    An error on any rank, in `produce` or in `decide`, is raised on all ranks; of several errors, the first
-    TrainerError, else the first one. `label` identifies the call; ranks in calls with different labels get a
-    RuntimeError instead of each other's values. `fold` reduces the values that a rank has received, its own first, to
-    fewer or smaller ones in the same order before the rank passes them on.
+    Parameters and errors are those of `scatter_from_root`.
     """
-    if group is None:
-        return decide([produce()])
-    mine = _run_action(produce)
-    reducer = None if fold is None else lambda values: _fold(values, label, fold)
-    values = [pickle.loads(packed) for packed in _reduce_up((label, _pickle_outcome(mine)), group, reducer)]  # noqa: S301 - our own ranks
-    decision = _pickle_outcome(_run_action(lambda: decide(_raise_first_error(values, label)))) if values else b""
-    kind, value = pickle.loads(_broadcast(decision, group))  # noqa: S301 - our own ranks
-    if kind == _ERROR:
-        raise value from (mine[1] if mine[0] == _ERROR else None)
-    outcome: A = value
-    return outcome
+    size = 1 if group is None else dist.get_world_size()
+    return scatter_from_root(produce, lambda values: [decide(values)] * size, group, label, fold)
 
 
 def scatter_from_root(
-    produce: Callable[[], T], decide: Callable[[list[T]], Sequence[A]], group: ProcessGroup | None, label: str
+    produce: Callable[[], T],
+    decide: Callable[[list[T]], Sequence[A]],
+    group: ProcessGroup | None,
+    label: str,
+    fold: Callable[[list[T]], list[T]] | None = None,
 ) -> A:
-    """Run `decide` on rank 0, which returns one answer per rank, in order. Collective.
+    """Run `decide` on rank 0 with the values of all ranks; it returns one answer per rank, in order. Collective.
 
-    An object that several answers share is written once into each message.
+    An object that several answers share is written once into each message. An error on any rank, in `produce` or in
+    `decide`, is raised on all ranks; of several errors, the first TrainerError, else the first one. `label` identifies
+    the call; ranks in calls with different labels get a RuntimeError instead of each other's values. `fold` reduces the
+    values that a rank has received, its own first, to fewer or smaller ones in the same order before the rank passes
+    them on.
     """
     if group is None:
         (decision,) = decide([produce()])
         return decision
     mine = _run_action(produce)
-    collected = _reduce_up((label, _pickle_outcome(mine)), group)
-    with disable_gc():
+    reducer = None if fold is None else lambda values: _fold(values, label, fold)
+    collected = _reduce_up((label, _pickle_outcome(mine)), group, reducer)
+    outcome = None
+    if collected:
         values = [pickle.loads(packed) for packed in collected]  # noqa: S301 - our own ranks
-        outcome = None
-        if values:
-            decided = _pickle_outcome(_run_action(lambda: list(decide(_raise_first_error(values, label)))))
-            outcome = pickle.loads(decided)  # noqa: S301 - just pickled
-        kind, value = _scatter_down(outcome, group)
+        decided = _pickle_outcome(_run_action(lambda: list(decide(_raise_first_error(values, label)))))
+        outcome = pickle.loads(decided)  # noqa: S301 - just pickled
+    kind, value = _scatter_down(outcome, group)
     if kind == _ERROR:
         raise value from (mine[1] if mine[0] == _ERROR else None)
     local: A = value[0]
@@ -204,14 +200,3 @@ def _receive(source: int, group: ProcessGroup) -> bytes:
     data = torch.empty(int(length), dtype=torch.uint8)
     dist.recv(data, source, group=group, tag=_TAG)
     return data.numpy().tobytes()
-
-
-def _broadcast(data: bytes, group: ProcessGroup) -> bytes:
-    """Return rank 0's bytes on all ranks."""
-    length = torch.tensor([len(data)])
-    dist.broadcast(length, 0, group=group)
-    buffer = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
-    )
-    dist.broadcast(buffer, 0, group=group)
-    return buffer.numpy().tobytes()

@@ -99,7 +99,6 @@ class CheckpointManager:
         self._memory_is_safe = False
         self._completed_step = 0
         self._snapshot_step = NONE_YET
-        self._memory_warnings = 0
         self._policy = SavePolicy(config.durable, config.milestones)
         self._observed_saves = 0
         self.memory_step = NONE_YET
@@ -116,7 +115,7 @@ class CheckpointManager:
         """
         self._open_group()
         key = self._format_shard_name()
-        layout = BufferLayout.of(self._state.list_local_tensors())
+        layout = BufferLayout.of(self._state.list_local_tensors(), self._config_digest)
         self._memory = self._open_memory(key, layout)
         token = FenceToken(self._start.generation, self._start.name, self._session_id)
         owner = OwnerRecords(self._storage, self._start.job, self._config.take_over)
@@ -135,7 +134,7 @@ class CheckpointManager:
         outcome = Resumption(session, key=key, layout=layout, memory=self._memory, lease=lease).run()
         self._apply_outcome(outcome, session, token, lease)
         if self._memory is not None:
-            self._memory_warnings = len(self._memory.warnings)  # these warnings are reported with the outcome
+            self._memory.take_warnings()  # they are reported with the outcome
         return outcome.agreed.position
 
     # ---- in a step --------------------------------------------------------------------------------------------------
@@ -199,18 +198,17 @@ class CheckpointManager:
             return
         self._require_durable_tier().stop_requested.set()
         try:
-            self._finish(position, retries=0)
+            self.finish(position, retries=0)
         except StorageError as error:
             if not is_in_memory:
                 raise
             self._report(f"{error}; step {position.step} is in memory only")
 
-    def finish(self, position: Position) -> None:
-        """Commit `position` durably and return when it is safe. Collective. Raises like `save_step`."""
-        self._finish(position, retries=None)
+    def finish(self, position: Position, *, retries: int | None = None) -> None:
+        """Commit `position` durably and return when it is safe. Collective. Raises like `save_step`.
 
-    def _finish(self, position: Position, *, retries: int | None) -> None:
-        """Commit `position` durably; `retries` limits the retries of failed saves, None: as the policy allows."""
+        `retries` limits the retries of failed saves; None: as the policy allows.
+        """
         tier = self._require_durable_tier()
         started = 0
         while True:
@@ -271,14 +269,7 @@ class CheckpointManager:
         if self._memory_directory is None:
             return None
         try:
-            return MemoryTier(
-                self._memory_directory,
-                name=key,
-                layout=layout,
-                generation=self._start.generation,
-                session=self._session_id,
-                config_digest=self._config_digest,
-            )
+            return MemoryTier(self._memory_directory, name=key, layout=layout, generation=self._start.generation)
         except OSError as error:
             warning = (
                 f"memory snapshots are off on rank {self._mesh.rank}: {self._memory_directory}: {error.strerror}: give "
@@ -290,15 +281,8 @@ class CheckpointManager:
 
     def _format_shard_name(self) -> str:
         mesh = self._mesh
-        replicated = not mesh.dp_mode.is_sharded
-        return format_shard_name(
-            mesh.tp_rank,
-            mesh.tp_size,
-            0 if replicated else mesh.dp_rank,
-            1 if replicated else mesh.dp_size,
-            mesh.pp_rank,
-            mesh.pp_size,
-        )
+        data = (mesh.dp_rank, mesh.dp_size) if mesh.dp_mode.is_sharded else (0, 1)
+        return format_shard_name(mesh.tp_rank, mesh.tp_size, *data, mesh.pp_rank, mesh.pp_size)
 
     def _apply_outcome(self, outcome: ResumeOutcome, session: Session, token: FenceToken, lease: CommitLease) -> None:
         agreed = outcome.agreed
@@ -347,8 +331,7 @@ class CheckpointManager:
             return
         if memory.finalized_step is not None:
             self.memory_step = memory.finalized_step
-        self.warnings += memory.warnings[self._memory_warnings :]
-        self._memory_warnings = len(memory.warnings)
+        self.warnings += memory.take_warnings()
 
     def _save(self, position: Position, saves: Save) -> None:
         if Save.STATE in saves:

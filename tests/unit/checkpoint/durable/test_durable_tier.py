@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from tests.testing.suite.timeouts import until
@@ -526,15 +525,3 @@ def test_a_state_with_something_other_than_tensors_is_refused(tmp_path: Path) ->
     run.state.state_dict = lambda: {"lr": 0.1}
     with pytest.raises(TypeError, match="lr is float"):
         run.run_to(1, save_at=(1,))
-
-
-def test_a_state_that_changed_its_layout_is_planned_again(tmp_path: Path) -> None:
-    run = start_run(tmp_path).save_steps(2)
-    plans = run.manager._durable._plans
-    run.save_steps(3)
-    assert run.manager._durable._plans is plans
-    run.state.tensors["model.more"] = torch.ones(5)
-    run.save_steps(4)
-    assert run.manager._durable._plans is not plans
-    with safe_open(shard_of(tmp_path / "step-4"), framework="pt") as file:
-        assert file.get_tensor("model.more").equal(torch.ones(5))

@@ -89,20 +89,10 @@ def test_staging_computes_values_only_when_it_copies_them() -> None:
 
     state = {"weight": TensorPart(values, whole=(14, 6), offsets=(2, 0), sizes=(3, 6), dtype=torch.float32)}
     staging = StagingBuffers(state)
-    assert staging.fits(state)
     assert not calls
     staged = staging.fill(state)["weight"]
     assert torch.equal(staged, WHOLE[2:5])
     assert staged.data_ptr() != WHOLE[2:5].data_ptr()
-
-
-def test_staging_fits_its_own_layout_alone() -> None:
-    staging = StagingBuffers(divide(5, 0, 3)[0])
-    assert staging.fits(divide(5, 0, 3)[0])
-    assert not staging.fits(divide(5, 0, 3)[1])
-    assert not staging.fits(divide(5, 1, 3)[0])
-    assert not staging.fits({"weight": torch.zeros(5, 6)})
-    assert not staging.fits({})
 
 
 def test_a_tensor_part_has_the_size_of_the_whole_tensor_and_refuses_to_compute() -> None:

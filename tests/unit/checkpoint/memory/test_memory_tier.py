@@ -50,10 +50,8 @@ def create_tier(folder: Path, tensors: dict[str, torch.Tensor], name: str | None
     return MemoryTier(
         folder,
         name=name or format_shard_name(0, 1),
-        layout=BufferLayout.of(tensors),
+        layout=BufferLayout.of(tensors, hash_settings({"model": "one"})),
         generation=1,
-        session="session",
-        config_digest=hash_settings({"model": "one"}),
     )
 
 

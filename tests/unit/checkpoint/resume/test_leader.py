@@ -95,14 +95,11 @@ class FakeRanks:
         return RankReport(not bad, bad)
 
     def exchange(self, orders: list[Exchange]) -> list[RankReport]:
-        moves = sorted(
-            {move for order in orders for move in order.moves}, key=lambda move: (move.round, move.source, move.target)
-        )
-        for rank, order in enumerate(orders):
-            assert set(order.moves) == {move for move in moves if rank in (move.source, move.target)}
-        assert len({(move.round, move.target) for move in moves}) == len(moves)
-        for number in sorted({move.round for move in moves}):
-            round_moves = [move for move in moves if move.round == number]
+        for number in range(len(orders[0].rounds)):
+            round_moves = sorted({move for order in orders for move in order.rounds[number]})
+            for rank, order in enumerate(orders):
+                assert set(order.rounds[number]) == {move for move in round_moves if rank in (move.source, move.target)}
+            assert len({move.target for move in round_moves}) == len(round_moves)
             carried = {move: self.sent[move.source, move.key] for move in round_moves}
             for move, record in carried.items():
                 self.sent[move.target, move.key] = record

@@ -1,12 +1,13 @@
 """Resume in several gloo ranks: other sizes, snapshots from peers, damage on one rank."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.testing.trainer.base_models import flip_bit
-from tests.unit.checkpoint.checkpoint_builders import run_ranks
+from tests.unit.checkpoint.checkpoint_builders import run_ranks, start_run
 from tests.unit.checkpoint.checkpoint_scenarios import (
     gather_texts,
     reduce_with_failures,
@@ -14,6 +15,7 @@ from tests.unit.checkpoint.checkpoint_scenarios import (
     save_as_a_peer_dies,
     scatter_with_failures,
 )
+from trainium_trainer.checkpoint.resume.leader import ResumeLeader
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_worker.snapshots.files import read_part
@@ -228,5 +230,17 @@ def test_each_rank_gets_its_own_answer_and_all_get_the_same_error(size: int) -> 
     assert results[0][4].startswith("RuntimeError")  # an answer that cannot be pickled is an error of all ranks
 
 
-def test_garbage_collection_is_disabled_while_the_first_rank_decides() -> None:
-    assert [outcomes[6] for outcomes in run_ranks(2, scatter_with_failures)] == ["FalseTrue"] * 2
+def test_garbage_collection_is_disabled_while_the_first_rank_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    was_enabled: list[bool] = []
+    decide = ResumeLeader.decide
+
+    def decide_and_record(leader: ResumeLeader, reports: list[Any]) -> list[Any]:
+        was_enabled.append(gc.isenabled())
+        return decide(leader, reports)
+
+    monkeypatch.setattr(ResumeLeader, "decide", decide_and_record)
+    start_run(tmp_path).close()
+    assert was_enabled == [False]
+    assert gc.isenabled()

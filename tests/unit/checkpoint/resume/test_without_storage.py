@@ -101,7 +101,7 @@ def test_a_start_without_the_fence_does_not_take_it_from_a_newer_generation(
     new = start_run(tmp_path / "root", tmp_path / "elsewhere", job=ALPHA, generation=2)
     with pytest.raises(StaleGenerationError):
         old.run_to(7, save_at=(6,)).flush()
-    fence = read_fence(PosixStorage(tmp_path / "root"))
+    fence = read_fence(PosixStorage(tmp_path / "root")).token
     assert fence.generation == 2
     old.close()
     new.close()

@@ -202,19 +202,9 @@ class DurableTier:
         """Copy the state as of `position` and save it in the background; waits for an earlier save of this rank."""
         self.wait()
         live = flatten(self._state.state_dict())
-        if self._staging is None or not self._staging.fits(live):
-            self._staging, self._plans = StagingBuffers(live), {}
-        saves_state = Save.STATE in saves
-        tensors = self._staging.fill(live, lambda name: saves_state or is_weight(name))
-
-        unplanned = None if self._plans else live
-
-        def work() -> None:
-            if unplanned is not None:
-                self._plans = plan_saves(unplanned, self._mesh, self._group)
-            self._save(position, tensors, saves)
-
-        self._run(work, f"save-{position.step}")
+        assert self._staging is not None, "prepare() comes first"
+        tensors = self._staging.fill(live, is_weight if Save.STATE not in saves else lambda _: True)
+        self._run(lambda: self._save(position, tensors, saves), f"save-{position.step}")
 
     def poll(self) -> None:
         """Raise the error of the background thread, once; raise TooSlowError for a save that exceeds the time limit."""

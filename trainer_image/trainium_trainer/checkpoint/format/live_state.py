@@ -150,16 +150,6 @@ def get_box(value: Any) -> Box:
     return find_box(shape, get_division(value), grid, coordinate.get("dp", 0), coordinate.get("tp", 0))
 
 
-def get_signature(value: Any) -> tuple[object, ...]:
-    """Return the properties of a tensor on which a plan and the buffers of a copy depend."""
-    kind: tuple[object, ...] = ()
-    if isinstance(value, TensorPart):
-        kind = (value.offsets, value.sizes, value.division)
-    elif is_dtensor(value):
-        kind = (value.placements,)
-    return type(value), value.dtype, value.shape, *kind
-
-
 def build_grid(mesh: MeshCoordinates) -> Grid:
     """Return the grid of ranks. Raises ValueError if its size is not the number of ranks."""
     grid = Grid(mesh.pp_size, mesh.dp_size, mesh.tp_size)
@@ -222,17 +212,12 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 class StagingBuffers:
-    """The reused copy of one state."""
+    """The reused copy of a state, whose tensors keep their names, types and sizes."""
 
     def __init__(self, live: Mapping[str, Any]) -> None:
         """Allocate the buffers of a flat state and touch their pages, which costs more than ten copies into them."""
-        self._signatures = {name: get_signature(value) for name, value in live.items()}
         # Allocating them does not access the device.
         self._buffers = {name: torch.zeros(find_local_sizes(value), dtype=value.dtype) for name, value in live.items()}
-
-    def fits(self, live: Mapping[str, Any]) -> bool:
-        """Return whether a flat state has the names, types, sizes and divisions of the buffers."""
-        return self._signatures == {name: get_signature(value) for name, value in live.items()}
 
     def fill(self, live: Mapping[str, Any], wanted: Callable[[str], bool] = lambda _: True) -> dict[str, torch.Tensor]:
         """Copy the live values of the wanted names and return this rank's copies by name; complete on return."""

@@ -49,9 +49,10 @@ class BufferLayout:
     parts: tuple[_TensorSpan, ...]
     payload_bytes: int
     digest: str
+    """`<digest of the settings>-<digest of the tensors>`; equal on all ranks that may exchange snapshots."""
 
     @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor]) -> BufferLayout:
+    def of(tensors: Mapping[str, torch.Tensor], settings_digest: str) -> BufferLayout:
         """Return the layout of these tensors, which depends only on names, types and shapes."""
         parts: list[_TensorSpan] = []
         offset = 0
@@ -64,7 +65,7 @@ class BufferLayout:
         return BufferLayout(
             parts=tuple(parts),
             payload_bytes=max(BLOCK_BYTES, round_up(offset, BLOCK_BYTES)),
-            digest=hashlib.sha256(text.encode()).hexdigest()[:32],
+            digest=f"{settings_digest}-{hashlib.sha256(text.encode()).hexdigest()[:32]}",
         )
 
     def view_tensors(self, payload: torch.Tensor) -> list[torch.Tensor]:

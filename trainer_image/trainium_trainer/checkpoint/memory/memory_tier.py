@@ -52,18 +52,12 @@ _FIRST_TAG = 1 << 16
 class MemoryTier:
     """Snapshots of one rank's shard in one store; all methods are called from the training thread."""
 
-    def __init__(
-        self, directory: Path, *, name: str, layout: BufferLayout, generation: int, session: str, config_digest: str
-    ) -> None:
+    def __init__(self, directory: Path, *, name: str, layout: BufferLayout, generation: int) -> None:
         """`name`: the shard. Raises OSError if the directory cannot be created."""
         self.directory = directory
         self.name = name
         self.layout = layout
-        self.layout_digest = f"{config_digest}-{layout.digest}"
-        """The layout of the parts, which snapshots of other settings do not have."""
         self.generation = generation
-        self.session = session
-        """Agreed among the ranks at resume; set before the first snapshot is staged."""
         self.local_names = frozenset({name})
         """The shards that ranks of this node write or keep in this store; files of other shards are leftovers."""
         self.finalized_step: int | None = None
@@ -84,6 +78,11 @@ class MemoryTier:
         self._staged_in_session = 0
         self._fence_stamp: tuple[int, int] | None = None
 
+    def take_warnings(self) -> list[str]:
+        """Return the warnings since the last call."""
+        new, self.warnings = self.warnings, []
+        return new
+
     # ---- the store --------------------------------------------------------------------------------------------------
 
     def store_id(self) -> str:
@@ -100,7 +99,7 @@ class MemoryTier:
 
     def list_records(self) -> dict[Path, Part]:
         """Return the finished snapshots in the store that were written with the settings of this start."""
-        own_settings, _, _ = self.layout_digest.partition("-")
+        own_settings, _, _ = self.layout.digest.partition("-")
         parts: dict[Path, Part] = {}
         for path, part in self._store.parts().items():
             if part.layout.partition("-")[0] == own_settings:
@@ -120,7 +119,7 @@ class MemoryTier:
     def open_files(self) -> bool:
         """Reserve the files of this shard; False, with a warning, when the memory volume has no room for them."""
         try:
-            self._own.reserve(self.layout.payload_bytes, self.list_records(), self.layout_digest)
+            self._own.reserve(self.layout.payload_bytes, self.list_records(), self.layout.digest)
         except OSError as error:
             need = _OWN_FILES * self.layout.payload_bytes / 2**20
             self.warnings.append(
@@ -152,7 +151,7 @@ class MemoryTier:
         else:
             copy_all(targets, sources)
         self._staged_in_session += 1
-        part = Part(version, self.name, self.layout_digest, self.layout.payload_bytes)
+        part = Part(version, self.name, self.layout.digest, self.layout.payload_bytes)
         self._finalizing = self._thread.submit(self._finalize, file, part, copied)
 
     def wait_for_snapshot(self) -> None:

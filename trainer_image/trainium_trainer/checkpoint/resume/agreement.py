@@ -38,16 +38,7 @@ class RankView:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
-    """A shard that rank `source` sends to rank `target`, which writes it into its store."""
-
-    source: int
-    target: int
-    key: str
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class BuddyCopy:
-    """A shard that is in one store only: rank `source` writes it and sends copies to rank `target`."""
+    """A shard that rank `source` sends to rank `target`, which writes it into its store: once, or as a buddy."""
 
     source: int
     target: int
@@ -127,13 +118,13 @@ def cleanup_ranks(views: Sequence[RankView]) -> frozenset[int]:
     return frozenset(lowest.values())
 
 
-def choose_buddies(views: Sequence[RankView], usable: Iterable[str]) -> tuple[BuddyCopy, ...]:
+def choose_buddies(views: Sequence[RankView], usable: Iterable[str]) -> tuple[Transfer, ...]:
     """Return the copies that are needed so that no shard is lost with one of the `usable` stores; `views` are by rank.
 
     Only shards that a single store holds need a copy: replicas are copies already.
     """
     buddies = copies.choose_buddies([(view.store, view.needs) for view in views], frozenset(usable))
-    return tuple(BuddyCopy(source, target, views[source].needs) for source, target in buddies.items())
+    return tuple(Transfer(source, target, views[source].needs) for source, target in buddies.items())
 
 
 @dataclass(slots=True)

@@ -21,13 +21,13 @@ from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.memory.layout import describe_mesh
 from trainium_trainer.checkpoint.resume.agreement import (
-    BuddyCopy,
     Decision,
     FreshStart,
     RankView,
     ResumeFromDurable,
     ResumeFromMemory,
     SnapshotInventory,
+    Transfer,
     choose_buddies,
     cleanup_ranks,
     decide,
@@ -82,20 +82,11 @@ class Verify:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferStep:
-    """A transfer in which a rank takes part."""
-
-    round: int
-    source: int
-    target: int
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
 class Exchange:
     """Send and receive snapshots in the order of the rounds."""
 
-    moves: tuple[TransferStep, ...]
+    rounds: Sequence[Sequence[Transfer]]
+    """The transfers of each round in which the rank takes part."""
     origin: Part
     """The snapshot from which the rank's shard originates."""
 
@@ -155,7 +146,7 @@ class ResumeLeader:
     """The generation of this start."""
     leftovers: tuple[str, ...] = ()
     warnings: dict[str, None] = field(default_factory=dict)
-    buddy_copies: tuple[BuddyCopy, ...] = ()
+    buddy_copies: tuple[Transfer, ...] = ()
     """The copies that shards need; set at the end."""
     views: Sequence[RankView] = ()
     _committed: dict[int, CommittedCheckpoint] = field(default_factory=dict)
@@ -236,14 +227,13 @@ class ResumeLeader:
         return self._finish()
 
     def _exchange(self, decision: ResumeFromMemory) -> list[Order]:
-        moves: list[list[TransferStep]] = [[] for _ in self.views]
-        for number, batch in enumerate(decision.rounds):
-            for transfer in batch:
-                move = TransferStep(number, transfer.source, transfer.target, transfer.key)
-                for rank in {transfer.source, transfer.target}:
-                    moves[rank].append(move)
+        rounds_by_rank: list[list[list[Transfer]]] = [[[] for _ in decision.rounds] for _ in self.views]
+        for number, transfers in enumerate(decision.rounds):
+            for transfer in transfers:
+                for rank in (transfer.source, transfer.target):
+                    rounds_by_rank[rank][number].append(transfer)
         origins = self._inventory.find_origins(decision)
-        return [Exchange(tuple(mine), origin) for mine, origin in zip(moves, origins, strict=True)]
+        return [Exchange(rounds, origin) for rounds, origin in zip(rounds_by_rank, origins, strict=True)]
 
     def _finish(self) -> list[Order]:
         decision = self._decision
@@ -338,7 +328,7 @@ class ReplicaTask:
     """A copy in which a rank takes part, as source or as target."""
 
     number: int
-    copy: BuddyCopy
+    copy: Transfer
     layout: str
     payload_bytes: int
 
@@ -364,7 +354,7 @@ class ReplicaAssignment:
 
 
 def plan_replicas(
-    wanted: Sequence[BuddyCopy], views: Sequence[RankView], sizes: Sequence[int]
+    wanted: Sequence[Transfer], views: Sequence[RankView], sizes: Sequence[int]
 ) -> list[tuple[ReplicaTask, ...]]:
     """Return the tasks by rank, in the order of the copies. `sizes`: bytes of each rank's own shard."""
     tasks_by_rank: list[list[ReplicaTask]] = [[] for _ in views]
@@ -376,7 +366,7 @@ def plan_replicas(
 
 
 def assign_replicas(
-    wanted: Sequence[BuddyCopy], views: Sequence[RankView], capacities: Sequence[ReplicaCapacity]
+    wanted: Sequence[Transfer], views: Sequence[RankView], capacities: Sequence[ReplicaCapacity]
 ) -> list[ReplicaAssignment]:
     """Return the assignments by rank, once all have reported their capacity."""
     assigned = frozenset(number for capacity in capacities for number in capacity.numbers)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainium_contract.wire.checkpoint_manifest import folder_name
-from trainium_trainer.checkpoint.collectives import scatter_from_root
+from trainium_trainer.checkpoint.collectives import disable_gc, scatter_from_root
 from trainium_trainer.checkpoint.errors import explain_failure
 from trainium_trainer.checkpoint.format.live_state import copy_all
 from trainium_trainer.checkpoint.format.reader import load_checkpoint
@@ -97,7 +97,6 @@ class Resumption:
         self._settings, self._config_digest = session.settings, session.config_digest
         self._key = key
         self._layout = layout
-        self._layout_digest = f"{session.config_digest}-{layout.digest}"
         self._memory = memory
         self._lease = lease
         self._buddies = session.config.memory.buddies > 0
@@ -105,16 +104,16 @@ class Resumption:
         self._payloads: dict[str, torch.Tensor] = {}
         self._origin: Part | None = None
         self._can_write: bool | None = None
-        self._warned = 0
 
     def run(self) -> ResumeOutcome:
         """Find, verify and restore the newest state; raises the same TrainerError on all ranks."""
         leader = self._leader
-        neighbours = scatter_from_root(self._locate, leader.collect, self._group, "resume: who is where")
-        self._open_snapshots(neighbours)
-        order: Order = scatter_from_root(
-            lambda: self._report_records(neighbours), leader.decide, self._group, "resume: what is there"
-        )
+        with disable_gc():
+            neighbours = scatter_from_root(self._locate, leader.collect, self._group, "resume: who is where")
+            self._open_snapshots(neighbours)
+            order: Order = scatter_from_root(
+                lambda: self._report_records(neighbours), leader.decide, self._group, "resume: what is there"
+            )
         source = ResumeSource.FRESH
         while not isinstance(order, Finish):
             report = self._execute(order)
@@ -138,7 +137,7 @@ class Resumption:
         except OSError as error:
             where = str(self._memory.directory if self._memory else self._storage.location)
             raise create_storage_error(error, where) from error
-        return RankView(self._mesh.rank, store, self._key, self._layout_digest)
+        return RankView(self._mesh.rank, store, self._key, self._layout.digest)
 
     def _survey(self) -> None:
         where = self._storage.location
@@ -201,15 +200,14 @@ class Resumption:
         ok, rank, memory = True, self._mesh.rank, self._memory
         assert self._group is not None, "there are other ranks"
         self._origin = order.origin
-        for number in sorted({move.round for move in order.moves}):
-            moves = [move for move in order.moves if move.round == number]
+        for transfers in order.rounds:
             into: list[tuple[int, torch.Tensor]] = []
             file: SnapshotFile | None = None
-            for move in (move for move in moves if move.target == rank):
+            for source in (move.source for move in transfers if move.target == rank):
                 file = memory.create_receiving_file() if memory is not None and self._can_write else None
                 payload = torch.empty(self._layout.payload_bytes, dtype=torch.uint8) if file is None else file.payload
-                into.append((move.source, payload))
-            sends = [(move.target, self._payloads[move.key]) for move in moves if move.source == rank]
+                into.append((source, payload))
+            sends = [(move.target, self._payloads[move.key]) for move in transfers if move.source == rank]
             transfer(self._group, 0, sends=sends, into=into)
             for _, payload in into:
                 ok = (
@@ -230,10 +228,7 @@ class Resumption:
 
     def _take_warnings(self) -> tuple[str, ...]:
         """Return the warnings of the memory tier since the last call."""
-        if self._memory is None:
-            return ()
-        new = self._memory.warnings[self._warned :]
-        self._warned += len(new)
+        new = [] if self._memory is None else self._memory.take_warnings()
         return tuple(f"rank {self._mesh.rank}: {warning}" for warning in new)
 
     def _restore_from_memory(self) -> None:
@@ -292,10 +287,7 @@ class Resumption:
         memory, rank, numbers = self._memory, self._mesh.rank, set[int]()
         if memory is None:
             return ReplicaCapacity(frozenset(), ())
-        reported = len(memory.warnings)
         for task in tasks:
             if task.copy.target == rank and memory.open_copy_files(task.copy.key, task.layout, task.payload_bytes):
                 numbers.add(task.number)
-        return ReplicaCapacity(
-            frozenset(numbers), tuple(f"rank {rank}: {warning}" for warning in memory.warnings[reported:])
-        )
+        return ReplicaCapacity(frozenset(numbers), self._take_warnings())

@@ -56,8 +56,8 @@ class Fence:
     """The names of the folders that holders of the fence may have written; only these are ever removed."""
 
 
-def read_fence_record(storage: Storage) -> Fence | None:
-    """Read the fence with its attempts; None when there is none or it cannot be parsed."""
+def read_fence(storage: Storage) -> Fence | None:
+    """Read the fence; None when there is none or it cannot be parsed."""
     data = read_small(storage, GENERATION_FENCE_NAME)
     return None if data is None else parse_fence(data)
 
@@ -74,33 +74,34 @@ def parse_fence(data: bytes) -> Fence | None:
         return None
 
 
-def read_fence(storage: Storage) -> FenceToken | None:
-    """Read the token that may commit; None when there is none or it cannot be parsed."""
-    record = read_fence_record(storage)
-    return None if record is None else record.token
+def read_attempts(storage: Storage) -> frozenset[str]:
+    """Read the names of the folders that holders of the fence may have written."""
+    fence = read_fence(storage)
+    return frozenset() if fence is None else fence.attempts
 
 
 def claim_fence(storage: Storage, token: FenceToken) -> None:
     """Claim the fence for `token`. Raises StaleGenerationError when this run has a newer generation already."""
-    refuse_newer(storage, token)
-    record = read_fence_record(storage)
-    earlier = frozenset[str]() if record is None else record.attempts
+    fence = refuse_newer(storage, token)
+    earlier = frozenset[str]() if fence is None else fence.attempts
     fields = {"generation": token.generation, "run": token.run, "session": token.session}
     text = json.dumps(fields | {"attempts": sorted(earlier | {token.attempt})})
     storage.write(GENERATION_FENCE_NAME, text.encode())
 
 
-def refuse_newer(storage: Storage, token: FenceToken) -> None:
-    """Raise StaleGenerationError when this run has a newer generation already."""
-    _refuse_newer(storage, read_fence(storage), token)
+def refuse_newer(storage: Storage, token: FenceToken) -> Fence | None:
+    """Return the fence. Raises StaleGenerationError when this run has a newer generation already."""
+    fence = read_fence(storage)
+    if fence is not None and fence.token.run == token.run:
+        refuse_older_generation(storage.location, fence.token.generation, token.generation)
+    return fence
 
 
 def check_fence(storage: Storage, token: FenceToken) -> None:
     """Raise StaleGenerationError when another start claimed the fence after `token` did."""
-    current = read_fence(storage)
-    _refuse_newer(storage, current, token)
-    if current != token:
-        owner = "nobody" if current is None else f"generation {current.generation}"
+    fence = refuse_newer(storage, token)
+    if fence is None or fence.token != token:
+        owner = "nobody" if fence is None else f"generation {fence.token.generation}"
         raise StaleGenerationError(
             f"{storage.location} belongs to {owner} now: this process is of generation {token.generation}, another "
             "start of the run, and must not commit"
@@ -160,8 +161,3 @@ def read_commit(storage: Storage, folder: str) -> Commit | None:
         return Commit.model_validate_json(data)
     except ValidationError as error:
         raise ValueError(f"{folder}/{COMMIT_NAME} cannot be read") from error
-
-
-def _refuse_newer(storage: Storage, current: FenceToken | None, token: FenceToken) -> None:
-    if current is not None and current.run == token.run:
-        refuse_older_generation(storage.location, current.generation, token.generation)

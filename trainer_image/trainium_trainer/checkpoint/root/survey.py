@@ -37,7 +37,7 @@ from trainium_contract.wire.checkpoint_manifest import (
     parse_milestone,
     parse_step,
 )
-from trainium_trainer.checkpoint.root.commit import parse_fence, read_commit, read_fence_record
+from trainium_trainer.checkpoint.root.commit import parse_fence, read_attempts, read_commit
 from trainium_trainer.checkpoint.root.owner import OWNER_NAME
 from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.storage.protocol import Entry, Retry, Storage, read_part, read_small
@@ -93,8 +93,7 @@ class Survey:
 def survey(storage: Storage) -> Survey:
     """Survey a root."""
     result = Survey()
-    record = read_fence_record(storage)
-    ours = frozenset[str]() if record is None else record.attempts
+    ours = read_attempts(storage)
     for entry in storage.list(""):
         if entry.is_folder and (parse_step(entry.name) is not None or parse_milestone(entry.name) is not None):
             _inspect_folder(storage, entry.name, ours, result)
@@ -175,8 +174,7 @@ def _is_root(storage: Storage, entries: Iterable[Entry], folder: str = "") -> bo
 
 def _remove_checkpoint(storage: Storage, folder: str) -> bool:
     """Remove a checkpoint that starts of this root wrote; False when none of its attempts is theirs."""
-    record = read_fence_record(storage)
-    ours = frozenset[str]() if record is None else record.attempts
+    ours = read_attempts(storage)
     attempts = [entry.name for entry in storage.list(folder) if entry.is_folder and entry.name in ours]
     with contextlib.suppress(ValueError):  # a receipt that cannot be parsed is removed with an attempt of this root
         receipt = read_commit(storage, folder)
