@@ -74,9 +74,8 @@ class CommitLease:
         self._retry.run(self._storage.prepare, where)
         is_held = self._retry.run(self._owner.is_held, where)
         fence = self._retry.run(lambda: read_fence(self._storage), where) if is_held else None
-        if (
-            fence is None or not fence.token.run or fence.token.run != self._token.run
-        ):  # these may belong to another run
+        fenced_run = "" if fence is None else fence.token.run
+        if not fenced_run or fenced_run != self._token.run:  # the checkpoints may belong to another run
             if (other := find_nested_root(self._storage)) is not None:
                 raise UnusableCheckpointError(
                     f"{where} and {other}, which holds the checkpoints of a run, are nested: choose a "
