@@ -29,7 +29,7 @@ from trainium_trainer.data.batches.samples import Share
 from trainium_trainer.data.dataset import open_data
 from trainium_trainer.data.examples.held_out import build_prompts
 from trainium_trainer.data.loader import open_loader
-from trainium_trainer.data.prepared import text_sources
+from trainium_trainer.data.prepared.text_sources import TextInputs
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.evaluate.questions import encode_training_prompts
 from trainium_trainer.exits import UserError
@@ -106,7 +106,7 @@ def test_a_class_label_is_learned_after_the_same_bos_prefix(tmp_path: Path) -> N
 def test_documents_begin_with_the_token_by_the_rule_and_never_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_sources, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(TextInputs, "block_bytes", 300)
     file = write_tokenizer(tmp_path / "tokenizer", specials=TEXT_SPECIALS)
     source = write_documents(tmp_path)
     plain = "".join(f"{text}{END_OF_TEXT}" for text in DOCUMENTS)
@@ -130,7 +130,7 @@ def test_documents_begin_with_the_token_by_the_rule_and_never_twice(
 
 
 def test_one_long_document_begins_once_whatever_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_sources, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(TextInputs, "block_bytes", 200)
     write_tokenizer(tmp_path / "tokenizer", specials=TEXT_SPECIALS)
     (tmp_path / "d.txt").write_text("\n".join(DOCUMENTS))
     text = decode_all(open_data(text_config(tmp_path, tmp_path / "d.txt", bos="Always"), 4))

@@ -24,9 +24,8 @@ from tests.testing.trainer.example_files import (
 from trainium_contract.trainer.data import DataConfig
 from trainium_trainer.data.batches.order import EpochOrder
 from trainium_trainer.data.dataset import open_data
-from trainium_trainer.data.examples import store
 from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
-from trainium_trainer.data.examples.store import StoredExamples
+from trainium_trainer.data.examples.store import ExampleInputs, StoredExamples
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.exits import UserError
 
@@ -85,7 +84,7 @@ def test_the_folder_is_the_same_for_any_number_of_processes(
     tmp_path: Path, settings: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_one = open_encoded(settings)
-    monkeypatch.setattr(store, "BLOCK_BYTES", 1500)
+    monkeypatch.setattr(ExampleInputs, "block_bytes", 1500)
     for name, workers in (("two", 2), ("three", 3)):
         by_several = open_encoded(with_fields(settings, cache_directory=str(tmp_path / name), workers=workers))
         assert by_several.identity == by_one.identity
@@ -108,8 +107,8 @@ def test_a_killed_build_continues_to_the_result_of_an_uninterrupted_one(tmp_path
     config = make_config(tmp_path, source, format="Function", examples={"function": f"{tmp_path}/slow.py:f"}, workers=2)
     code = (
         "import sys; from trainium_contract.trainer.data import DataConfig\n"
-        "from trainium_trainer.data.examples import store\n"
-        "store.BLOCK_BYTES = 1000; store._SHARD_TOKENS = 1\n"
+        "from trainium_trainer.data.examples.store import ExampleInputs\n"
+        "ExampleInputs.block_bytes, ExampleInputs.shard_tokens = 1000, 1\n"
         "from trainium_trainer.data.dataset import open_data\n"
         "open_data(DataConfig.model_validate_json(sys.argv[1]), 8)\n"
     )

@@ -32,10 +32,10 @@ from tests.testing.trainer.example_files import (
 )
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_trainer import cli
+from trainium_trainer.data import cache
 from trainium_trainer.data.dataset import open_data
 from trainium_trainer.data.examples.chat import read_today
 from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
-from trainium_trainer.data.prepared import text_sources
 from trainium_trainer.data.revisions import RECORD_NAME, RunRevisions
 from trainium_trainer.exits import StorageError, UnreadableError, UserError, retry_files_on_restart
 from trainium_trainer.storage.posix import PosixStorage
@@ -344,7 +344,7 @@ def test_documents_end_with_the_folders_eos_token_where_the_vocabulary_has_no_co
 def unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a cache that no user can write to, beside a temporary folder of this test."""
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(text_sources, "_create_temporary_folder", lambda: tmp_path / "temporary")
+    monkeypatch.setattr(cache, "_create_temporary_folder", lambda: tmp_path / "temporary")
     (tmp_path / "cache").mkdir(exist_ok=True)
     open_path, make_folder = type(tmp_path).open, type(tmp_path).mkdir
 

@@ -1,6 +1,5 @@
 """Prepare data once, rebuild it after changes, continue after a kill, and never read partial data."""
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -28,10 +27,10 @@ from tests.testing.trainer.data_files import (
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
-from trainium_trainer.data.prepared.build import BuildInputs, BuildProgress, build
+from trainium_trainer.data.prepared.build import BuildProgress, build
 from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedData, divide_file_checks
 from trainium_trainer.data.prepared.s3_copy import find_vocabulary_size
-from trainium_trainer.data.prepared.text_sources import PreparedRecipe
+from trainium_trainer.data.prepared.text_sources import TextInputs
 from trainium_trainer.data.sources.files import DataFile
 from trainium_trainer.data.sources.resolve import SourceSpec
 from trainium_trainer.data.tokens.encoding import select_held_back
@@ -46,8 +45,8 @@ def write_documents(path: Path, count: int = 400) -> list[str]:
     return texts
 
 
-def build_inputs(path: Path, tokenizer: Path) -> BuildInputs:
-    return PreparedRecipe((SourceSpec(str(path), "text"),), tokenizer, 0).open_inputs()
+def build_inputs(path: Path, tokenizer: Path) -> TextInputs:
+    return TextInputs((SourceSpec(str(path), "text"),), tokenizer, 0)
 
 
 @pytest.fixture
@@ -161,13 +160,13 @@ def test_prepared_data_are_the_same_for_any_number_of_processes_and_shards(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = write_documents(tmp_path / "d.jsonl")
-    monkeypatch.setattr("trainium_trainer.data.prepared.text_sources.BLOCK_BYTES", 3000)
-    monkeypatch.setattr("trainium_trainer.data.prepared.build._BATCH_TOKENS", 700)
+    monkeypatch.setattr(TextInputs, "block_bytes", 3000)
+    monkeypatch.setattr("trainium_trainer.data.prepared.shard_writer._BATCH_TOKENS", 700)
     manifests = []
     for workers, shard_tokens in ((1, 10**9), (3, 2000)):
         folder = tmp_path / f"by-{workers}"
-        inputs = dataclasses.replace(build_inputs(tmp_path / "d.jsonl", tokenizer), shard_tokens=shard_tokens)
-        manifests.append(build(folder, inputs, "k", workers=workers))
+        monkeypatch.setattr(TextInputs, "shard_tokens", shard_tokens)
+        manifests.append(build(folder, build_inputs(tmp_path / "d.jsonl", tokenizer), "k", workers=workers))
     single, divided = (PreparedData(tmp_path / f"by-{workers}") for workers in (1, 3))
     assert single.tokens == divided.tokens
     assert len(manifests[1].shards) > 3
@@ -185,15 +184,15 @@ def test_prepared_data_are_the_same_for_any_number_of_processes_and_shards(
 def test_a_killed_build_is_continued_with_the_same_result(tmp_path: Path, tokenizer: Path) -> None:
     write_documents(tmp_path / "d.jsonl")
     script = (
-        "import dataclasses, os, signal, sys\nfrom pathlib import Path\n"
-        "from trainium_trainer.data.prepared import build, text_sources\n"
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from trainium_trainer.data.prepared import build\n"
+        "from trainium_trainer.data.prepared.text_sources import TextInputs\n"
         "from trainium_trainer.data.sources.resolve import SourceSpec\n"
-        "text_sources.BLOCK_BYTES = 3000\ncount = 0\n"
+        "TextInputs.block_bytes, TextInputs.shard_tokens, count = 3000, 800, 0\n"
         "def stop(progress):\n    global count\n    count += 1\n"
         "    if count == int(sys.argv[4]): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "recipe = text_sources.PreparedRecipe((SourceSpec(sys.argv[1], 'text'),), Path(sys.argv[2]), 0).open_inputs()\n"
-        "recipe = dataclasses.replace(recipe, shard_tokens=800)\n"
-        "build.build(Path(sys.argv[3]), recipe, 'k', workers=2, progress=stop)\n"
+        "specs, tokenizer = (SourceSpec(sys.argv[1], 'text'),), Path(sys.argv[2])\n"
+        "build.build(Path(sys.argv[3]), TextInputs(specs, tokenizer, 0), 'k', workers=2, progress=stop)\n"
     )
 
     def run(folder: str, kill_at: int) -> int:

@@ -73,13 +73,10 @@ def prepare_data(
 
 def _prepare_texts(sources: Sequence[str], output: Path, config: DataConfig, bos: BosToken) -> None:
     """Tokenize texts into a folder of Arrow files."""
-    from trainium_trainer.data.prepared.build import build  # noqa: PLC0415 - numpy, only for this command
-    from trainium_trainer.data.prepared.text_sources import (  # noqa: PLC0415
-        PreparedRecipe,
-        find_cache_directory,
-        use_cache,
-    )
-    from trainium_trainer.data.sources.resolve import SourceSpec, pin_source  # noqa: PLC0415
+    from trainium_trainer.data.cache import find_cache_directory, use_cache  # noqa: PLC0415 - only for this command
+    from trainium_trainer.data.prepared.build import build  # noqa: PLC0415 - numpy
+    from trainium_trainer.data.prepared.text_sources import TextInputs  # noqa: PLC0415
+    from trainium_trainer.data.sources.resolve import SourceSpec  # noqa: PLC0415
     from trainium_trainer.data.tokens.encoding import train_for_texts  # noqa: PLC0415
     from trainium_trainer.data.tokens.tokenizer import (  # noqa: PLC0415
         count_entries,
@@ -87,18 +84,18 @@ def _prepare_texts(sources: Sequence[str], output: Path, config: DataConfig, bos
         find_tokenizer_file,
     )
 
-    specs = tuple(SourceSpec(pin_source(name), config.text_field) for name in sources)
+    specs = tuple(SourceSpec(name, config.text_field).pin() for name in sources)
     with use_cache(find_cache_directory(config)) as cache:
         if config.tokenizer.path is not None:
             file = find_tokenizer_file(config.tokenizer)
             count_entries(file)
         else:
             file = train_for_texts(specs, config.tokenizer.vocab_size, cache)
-        recipe = PreparedRecipe(specs, file, config.max_bad_lines, bos_prefix=find_document_bos_prefix(bos, file))
-        key = recipe.compute_key(cache)
+        inputs = TextInputs(specs, file, config.max_bad_lines, find_document_bos_prefix(bos, file))
+        key = inputs.compute_key(cache)
     bar = _ProgressBar("documents")
     with bar:
-        manifest = build(output.absolute(), recipe.open_inputs(), key, workers=config.workers, progress=bar.update)
+        manifest = build(output.absolute(), inputs, key, workers=config.workers, progress=bar.update)
     typer.echo(_format_summary(output, manifest, bar))
 
 
@@ -106,8 +103,8 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
     """Prepare all data that a run would prepare before its first step."""
     from trainium_trainer.configuration.config import load  # noqa: PLC0415 - as above
     from trainium_trainer.data.batches.samples import Samples  # noqa: PLC0415
+    from trainium_trainer.data.cache import find_cache_directory, use_cache  # noqa: PLC0415
     from trainium_trainer.data.dataset import open_run_data  # noqa: PLC0415
-    from trainium_trainer.data.prepared.text_sources import find_cache_directory, use_cache  # noqa: PLC0415
 
     config = load(file, overrides)
     with use_cache(

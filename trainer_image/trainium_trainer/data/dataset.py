@@ -23,11 +23,12 @@ from trainium_trainer.data.batches.samples import (
     ValidationSet,
     refuse_weights,
 )
+from trainium_trainer.data.cache import run_with_cache
 from trainium_trainer.data.examples.dataset import DataReport, open_examples
 from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.online.streams import Streams, open_streams
 from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedData, TokenRange
-from trainium_trainer.data.prepared.text_sources import TextSources, run_with_cache
+from trainium_trainer.data.prepared.text_sources import TextSources
 from trainium_trainer.data.sources.files import is_in_store
 from trainium_trainer.data.sources.resolve import find_validation_source, list_sources
 from trainium_trainer.data.tokens.tokenizer import (
@@ -101,12 +102,15 @@ def open_data(
     """
     filled = 1 if steps_differ else global_size
     if config.format is not DataFormat.TEXT:
-        sets = run_with_cache(
+        examples = run_with_cache(
             config, lambda cache: open_examples(config, cache, filled, epochs=epochs, progress=progress)
         )
-        named = config.examples.chat.template is not None
-        template = sets.sources[0].recipe.chat_templates.default if named else None
-        return Dataset(sets.training, sets.validation, sets.identity, sets.tokenizer, sets.report, template)
+        template = None
+        if config.examples.chat.template is not None:
+            template = examples.sources[0].recipe.chat_templates.default
+        return Dataset(
+            examples.training, examples.validation, examples.identity, examples.tokenizer, examples.report, template
+        )
 
     def open_text(cache: Path) -> Dataset:
         texts = TextSources.open(config, cache)
@@ -120,11 +124,11 @@ def open_data(
         if _tokenizes_online(texts, epochs=epochs > 0, steps_differ=steps_differ):
             training, held_back, facts = open_streams(texts, rules, global_size)
         else:
-            whole = [texts.open_tokens(text_source, progress) for text_source in texts.sources]
-            training_parts, held_back = _divide(texts, whole)
+            tokens = [texts.open_tokens(text_source, progress) for text_source in texts.sources]
+            training_parts, held_back = _divide(texts, tokens)
             batch = filled if epochs else None
             training = _build_samples(config, training_parts, rules, texts.weights, batch)
-            facts = {"tokens": [prepared.manifest.identity for prepared in whole]}
+            facts = {"tokens": [prepared.manifest.identity for prepared in tokens]}
             if batch is not None:
                 facts["epochs"] = batch
         return Dataset(training, _build_validation(texts, held_back, rules), _compute_identity(texts, facts), tokenizer)
@@ -152,9 +156,9 @@ def refuse_unusable(config: DataConfig) -> None:
         find_end_of_document(file)
         find_document_bos_prefix(config.bos, file)
         return
-    for name, _, _ in list_sources(config):
-        if not is_in_store(name):
-            recipe = build_recipe(config, name, file)
+    for spec in list_sources(config):
+        if not is_in_store(spec.name):
+            recipe = build_recipe(config, spec, file)
             if config.format is DataFormat.FUNCTION:
                 recipe.compute_function_key()
             else:
@@ -214,24 +218,26 @@ def _compute_identity(texts: TextSources, facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _divide(texts: TextSources, whole: Sequence[PreparedData]) -> tuple[list[TextSampleSource], list[TextSampleSource]]:
+def _divide(
+    texts: TextSources, tokens: Sequence[PreparedData]
+) -> tuple[list[TextSampleSource], list[TextSampleSource]]:
     """Divide the sources into training and validation."""
     names, validation = [text_source.spec.name for text_source in texts.sources], texts.config.validation
     if validation is None or validation.fraction is None:
-        return list(map(TextSampleSource, names, whole)), []
+        return list(map(TextSampleSource, names, tokens)), []
     training: list[TokenSequence] = []
-    tails: list[TokenSequence] = []
-    for prepared in whole:
+    held_back: list[TokenSequence] = []
+    for prepared in tokens:
         if validation.split is ValidationSplit.TAIL:
-            mark = int(prepared.tokens * (1 - validation.fraction))
-            training.append(TokenRange(prepared, 0, mark))
-            tails.append(TokenRange(prepared, mark, prepared.tokens))
+            end = int(prepared.tokens * (1 - validation.fraction))
+            training.append(TokenRange(prepared, 0, end))
+            held_back.append(TokenRange(prepared, end, prepared.tokens))
         else:
-            training.append(
-                DocumentSelection(prepared, validation.fraction, validation=False, cache_folder=texts.cache)
-            )
-            tails.append(DocumentSelection(prepared, validation.fraction, validation=True, cache_folder=texts.cache))
-    return list(map(TextSampleSource, names, training)), list(map(TextSampleSource, names, tails))
+            for parts, validates in ((training, False), (held_back, True)):
+                parts.append(
+                    DocumentSelection(prepared, validation.fraction, validation=validates, cache_folder=texts.cache)
+                )
+    return list(map(TextSampleSource, names, training)), list(map(TextSampleSource, names, held_back))
 
 
 def _build_samples(

@@ -13,7 +13,7 @@ import pytest
 
 from trainium_agent.checks.preflight import _explain_unwritable
 from trainium_trainer.artifacts.store import create_write_error as artifact_error
-from trainium_trainer.data.prepared.text_sources import use_cache
+from trainium_trainer.data.cache import use_cache
 from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.monitor.json_lines import create_write_error
 from trainium_trainer.storage.posix import PosixStorage

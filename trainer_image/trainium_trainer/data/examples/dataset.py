@@ -22,11 +22,12 @@ from trainium_trainer.data.batches.samples import SampleRules, Samples, Validati
 from trainium_trainer.data.examples.conversation import END_OF_REASONING
 from trainium_trainer.data.examples.recipe import FORMAT, Recipe, build_recipe
 from trainium_trainer.data.examples.sample_sources import ExampleSampleSource, PairSampleSource
-from trainium_trainer.data.examples.store import BLOCK_BYTES, StoredExamples, build_inputs
+from trainium_trainer.data.examples.store import BLOCK_BYTES, ExampleInputs, StoredExamples
 from trainium_trainer.data.examples.templates import BadRecordError, RecordFilter
-from trainium_trainer.data.prepared.text_sources import build_in_cache, find_prepared_folder
+from trainium_trainer.data.prepared.build import build_in_cache
+from trainium_trainer.data.prepared.text_sources import find_prepared_folder
 from trainium_trainer.data.sources.documents import Record
-from trainium_trainer.data.sources.resolve import find_validation_source, list_sources, pin_source
+from trainium_trainer.data.sources.resolve import SourceSpec, find_validation_source, list_sources
 from trainium_trainer.data.tokens.encoding import RecordCounts, select_held_back, train_once, train_tokenizer
 from trainium_trainer.data.tokens.tokenizer import count_entries, find_tokenizer_file, hash_tokenizer
 from trainium_trainer.exits import UserError
@@ -123,10 +124,14 @@ class ExampleSource:
     """A source with its examples."""
 
     recipe: Recipe
-    weight: float
     stored: StoredExamples
     held_back: NDArray[np.bool_]
     """Whether each example is held back."""
+
+    @property
+    def name(self) -> str:
+        """The source, for messages."""
+        return self.recipe.spec.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,7 @@ def open_examples(
     _refuse_unsupported(config, cache)
     tokenizer = find_tokenizer(config, cache)
     sources = open_sources(config, tokenizer, cache, progress)
-    weights = [source.weight for source in sources]
+    weights = [source.recipe.spec.weight for source in sources]
     batch = global_size if epochs else None
     if batch is not None:
         refuse_weights(weights)
@@ -199,9 +204,9 @@ def _build_sample_source(
     examples = config.examples
     if config.format is DataFormat.PREFERENCE:
         learns_prompts = examples.loss is LossOn.ALL
-        return PairSampleSource(source.recipe.source, source.stored, chosen, learns_prompts=learns_prompts)
+        return PairSampleSource(source.name, source.stored, chosen, learns_prompts=learns_prompts)
     return ExampleSampleSource(
-        source.recipe.source,
+        source.name,
         source.stored,
         chosen,
         config.sequence_length,
@@ -217,11 +222,11 @@ def _refuse_unsupported(config: DataConfig, cache: Path) -> None:
             f"data.tokenization is Online, but data.format {config.format} is always encoded before the first step: "
             "leave data.tokenization out"
         )
-    for name, _, _ in list_sources(config):
-        if find_prepared_folder(name, cache) is not None:
+    for spec in list_sources(config):
+        if find_prepared_folder(spec.name, cache) is not None:
             raise UserError(
-                f"data.source {name}: is prepared text, which has no records: set data.format to Text, or give the "
-                "records"
+                f"data.source {spec.name}: is prepared text, which has no records: set data.format to Text, or give "
+                "the records"
             )
 
 
@@ -231,7 +236,7 @@ def find_tokenizer(config: DataConfig, cache: Path) -> Path:
         file = find_tokenizer_file(config.tokenizer)
         count_entries(file)
         return file
-    recipes = [build_recipe(config, name, None) for name, _, _ in list_sources(config)]
+    recipes = [build_recipe(config, spec, None) for spec in list_sources(config)]
     parts = [config.tokenizer.vocab_size, [recipe.compute_key(cache) for recipe in recipes]]
     return train_once(parts, cache, _train_and_save, tuple(recipes), config.tokenizer.vocab_size)
 
@@ -241,15 +246,15 @@ def open_sources(
 ) -> list[ExampleSource]:
     """Encode and open each source. Raises UserError or StorageError."""
     sources = []
-    for name, _, weight in list_sources(config):
-        recipe = build_recipe(config, name, tokenizer)
+    for spec in list_sources(config):
+        recipe = build_recipe(config, spec, tokenizer)
         stored = _open_stored(config, recipe, cache, progress)
-        sources.append(ExampleSource(recipe, weight, stored, _find_held_back_examples(config, stored)))
+        sources.append(ExampleSource(recipe, stored, _find_held_back_examples(config, stored)))
     fraction = config.validation.fraction if config.validation is not None else None
     for source in sources if fraction is not None else ():
         if not source.held_back.any():
             raise UserError(
-                f"data.validation: {source.recipe.source} has no example to hold back: raise data.validation.fraction, "
+                f"data.validation: {source.name} has no example to hold back: raise data.validation.fraction, "
                 "set data.validation.split to Tail, or give data.validation.source"
             )
     return sources
@@ -265,26 +270,25 @@ def open_validation_sources(config: DataConfig, tokenizer: Path, cache: Path) ->
 
 def _open_validation_source(config: DataConfig, first: ExampleSource, cache: Path) -> ExampleSource:
     """Open the separate source of `data.validation`, encoded like the first source."""
-    source = find_validation_source(config)
-    assert source is not None
-    recipe = replace(first.recipe, source=pin_source(source))
+    name = find_validation_source(config)
+    assert name is not None
+    recipe = replace(first.recipe, spec=SourceSpec(name, "").pin())
     stored = _open_stored(config, recipe, cache, None)
-    return ExampleSource(recipe, 1.0, stored, np.ones(len(stored), np.bool_))
+    return ExampleSource(recipe, stored, np.ones(len(stored), np.bool_))
 
 
 def _open_stored(
     config: DataConfig, recipe: Recipe, cache: Path, progress: Callable[[BuildProgress], None] | None
 ) -> StoredExamples:
-    folder = build_in_cache(config, "examples", recipe.compute_key(cache), build_inputs(recipe), cache, progress)
-    stored = StoredExamples(folder)
+    stored = StoredExamples(build_in_cache(config, "examples", ExampleInputs(recipe), cache, progress))
     if unused := stored.manifest.counts.unused:
         listed = ", ".join(f"{name} ({count:,} records)" for name, count in unused.items())
-        _log.info("data.source %s: not used: %s", recipe.source, listed)
+        _log.info("data.source %s: not used: %s", recipe.spec.name, listed)
     if reasoning := sum(count for name, count in unused.items() if name.endswith(END_OF_REASONING)):
         _log.warning(
             "data.source %s: the chat template leaves out the reasoning of %s, which is not learned: give "
             "data.examples.chat.template a template that writes it",
-            recipe.source,
+            recipe.spec.name,
             pluralize(reasoning, "record"),
         )
     return stored
@@ -311,7 +315,7 @@ def _compute_identity(config: DataConfig, sources: Sequence[ExampleSource], toke
         "format": FORMAT,
         "examples": [source.stored.manifest.identity for source in sources],
         "tokenizer": hash_tokenizer(tokenizer),
-        "weights": [source.weight for source in sources],
+        "weights": [source.recipe.spec.weight for source in sources],
         "validation": [fraction, validation.split] if validation is not None and fraction is not None else None,
         "packing": config.examples.packing,
         "masks": config.masked,

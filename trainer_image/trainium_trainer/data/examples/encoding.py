@@ -276,6 +276,13 @@ class ExampleEncoder:
         self._recipe = recipe
         self.texts = TextEncoder(Path(recipe.tokenizer), recipe.special, recipe.bos)
         self.record_format = recipe.record_format(self.texts.specials)
+        self.vocabulary, self.end = self.texts.vocabulary, self.texts.padding
+
+    def encode_block(self, source: DocumentSource, block: FileBlock) -> list[TokenBlock]:
+        """Return the tokens of a block of records. Raises UserError or StorageError."""
+        name = source.find_file_name(block)
+        encoded = read_with_retries(name, lambda: self.encode(source.iterate_records(block)))
+        return [encoded.to_token_block(choose_token_type(self.vocabulary))]
 
     def encode(self, items: Iterable[Record | SkippedRecord]) -> EncodedBlock:
         """Encode the examples of a block of records. Raises UserError."""
@@ -361,23 +368,3 @@ def _group_into_batches(examples: Iterator[tuple[Example, int]]) -> Iterator[lis
             batch = []
     if batch:
         yield batch
-
-
-# ---- functions that a worker process calls by reference -------------------------------------------------------------
-
-_worker: dict[str, Any] = {}
-
-
-def initialize_worker(recipe: Recipe) -> tuple[int, int]:
-    """Prepare this process; return the size of the vocabulary and the padding token."""
-    _worker["encoder"] = ExampleEncoder(recipe)
-    _worker["source"] = recipe.spec.source
-    return _worker["encoder"].texts.vocabulary, _worker["encoder"].texts.padding
-
-
-def encode_block(_: int, block: FileBlock) -> list[TokenBlock]:
-    """Return the examples of a block of the installed source."""
-    source: DocumentSource = _worker["source"]
-    encoder: ExampleEncoder = _worker["encoder"]
-    encoded = read_with_retries(source.find_file_name(block), lambda: encoder.encode(source.iterate_records(block)))
-    return [encoded.to_token_block(choose_token_type(encoder.texts.vocabulary))]

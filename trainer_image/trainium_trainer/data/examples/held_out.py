@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.examples import DataFormat, LossOn
+from trainium_trainer.data.cache import run_with_cache
 from trainium_trainer.data.examples.dataset import ExampleSource, find_tokenizer, open_validation_sources
 from trainium_trainer.data.examples.encoding import ExampleEncoder, KeptExample
 from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES
 from trainium_trainer.data.examples.templates import BadRecordError, GuardedText, build_pair
-from trainium_trainer.data.prepared.text_sources import run_with_cache
 from trainium_trainer.data.sources.resolve import list_sources
 from trainium_trainer.exits import UserError
 
@@ -101,7 +101,7 @@ def build_prompts(config: DataConfig, prompts: Sequence[dict[str, Any] | str]) -
     """
     _refuse_text(config)
     tokenizer = run_with_cache(config, lambda cache: find_tokenizer(config, cache))
-    encoder = ExampleEncoder(build_recipe(config, list_sources(config)[0][0], tokenizer))
+    encoder = ExampleEncoder(build_recipe(config, list_sources(config)[0], tokenizer))
     return [_encode_prompt(encoder, prompt) for prompt in prompts]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from trainium_trainer.data.examples.templates import (
     Templates,
     find_templates,
 )
-from trainium_trainer.data.sources.resolve import SourceSpec, pin_source
 from trainium_trainer.data.tokens.tokenizer import (
     ChatTemplates,
     SpecialTokens,
@@ -39,6 +38,8 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from trainium_trainer.data.sources.resolve import SourceSpec
+
 FORMAT = 1
 _VERSION = 3
 """The version of the encoding: stored examples of another version are encoded again."""
@@ -48,7 +49,7 @@ _VERSION = 3
 class Recipe:
     """The settings by which the records of a source become examples."""
 
-    source: str
+    spec: SourceSpec
     format: DataFormat
     config: ExamplesConfig
     templates: Templates
@@ -62,11 +63,6 @@ class Recipe:
     bos: BosToken = BosToken.AUTO
     date: str | None = None
     """The date that a chat template asks for; None if it asks for none."""
-
-    @property
-    def spec(self) -> SourceSpec:
-        """The source."""
-        return SourceSpec(self.source, "")
 
     @property
     def max_tokens(self) -> int:
@@ -141,7 +137,7 @@ class Recipe:
         return digest_of_function(self.config.function)
 
 
-def build_recipe(config: DataConfig, source: str, tokenizer: Path | None) -> Recipe:
+def build_recipe(config: DataConfig, spec: SourceSpec, tokenizer: Path | None) -> Recipe:
     """Create the recipe for one source. Raises UserError or StorageError."""
     examples = config.examples
     special = read_special_tokens(tokenizer) if tokenizer is not None else SpecialTokens(())
@@ -154,9 +150,9 @@ def build_recipe(config: DataConfig, source: str, tokenizer: Path | None) -> Rec
         )
     instruction = config.format is DataFormat.INSTRUCTION
     where = "data.examples.template"
-    templates = find_templates(examples.template, source) if instruction else Templates(None, None, where)
+    templates = find_templates(examples.template, spec.name) if instruction else Templates(None, None, where)
     return Recipe(
-        source=pin_source(source),
+        spec=replace(spec.pin(), text_field=""),
         format=config.format,
         config=examples,
         templates=templates,

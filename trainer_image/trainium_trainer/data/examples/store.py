@@ -1,6 +1,6 @@
 """Encode the examples of one source into a prepared folder of the cache, and read them.
 
-The folder is that of prepared text (`prepared.prepared`): a piece is an example, and `document` is the hash of its
+The folder is that of prepared text (`prepared.reader`): a piece is an example, and `document` is the hash of its
 record. Further columns:
 
     trained    for each token whether it is learned (list of uint8)
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.examples.encoding import encode_block, initialize_worker
+from trainium_trainer.data.examples.encoding import ExampleEncoder
 from trainium_trainer.data.examples.templates import explain_empty_filter
 from trainium_trainer.data.prepared.build import BuildInputs
 from trainium_trainer.data.prepared.reader import PreparedData, PreparedManifest, from_arrow
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from trainium_trainer.data.examples.recipe import Recipe
 
 
-ROW = np.dtype([("end", "<i8"), ("answer", "<i8"), ("record", "<u8")])
 BLOCK_BYTES = 1 << 20
-_SHARD_TOKENS = 16 << 20
 
 
 class StoredExamples:
@@ -71,44 +69,50 @@ class StoredExamples:
         return values[tokens], loss_mask[tokens]
 
 
-def build_inputs(recipe: Recipe) -> BuildInputs:
-    """Return the inputs of a build of examples."""
-    assert recipe.tokenizer is not None
+class ExampleInputs(BuildInputs):
+    """The records of one source and their recipe."""
 
-    def refuse_empty(manifest: PreparedManifest) -> None:
+    block_bytes = BLOCK_BYTES
+    shard_tokens = 16 << 20
+    unit = "records"
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.tokenizer is not None
+        self.recipe = recipe
+        self.specs = (recipe.spec,)
+        self.tokenizer = Path(recipe.tokenizer)
+        self.max_bad_lines = recipe.max_bad_lines
+
+    def compute_key(self, cache_folder: Path | None) -> str:
+        """See `BuildInputs.compute_key`."""
+        return self.recipe.compute_key(cache_folder)
+
+    def create_encoder(self) -> ExampleEncoder:
+        """See `BuildInputs.create_encoder`."""
+        return ExampleEncoder(self.recipe)
+
+    def refuse_empty(self, manifest: PreparedManifest) -> None:
+        """Raise UserError with the reason why there is no example."""
         if not manifest.documents:
-            raise _explain_empty(recipe, manifest)
+            raise UserError(f"data.source {self.name}: {_explain_empty(self.recipe, manifest)}")
 
-    return BuildInputs(
-        name=recipe.source,
-        specs=(recipe.spec,),
-        tokenizer=Path(recipe.tokenizer),
-        max_bad_lines=recipe.max_bad_lines,
-        prepare=(initialize_worker, (recipe,)),
-        encode=encode_block,
-        refuse_empty=refuse_empty,
-        count_records=lambda manifest: manifest.counts.records + manifest.counts.unreadable,
-        block_bytes=BLOCK_BYTES,
-        shard_tokens=_SHARD_TOKENS,
-        unit="records",
-    )
+    def count_records(self, manifest: PreparedManifest) -> int:
+        """See `BuildInputs.count_records`."""
+        return manifest.counts.records + manifest.counts.unreadable
 
 
-def _explain_empty(recipe: Recipe, manifest: PreparedManifest) -> UserError:
-    """Return the reason why there is no example."""
+def _explain_empty(recipe: Recipe, manifest: PreparedManifest) -> str:
     counts, config = manifest.counts, recipe.config
-    name = f"data.source {recipe.source}"
     if counts.dropped:
-        return UserError(
-            f"{name}: all of its {counts.dropped:,} examples are longer than data.sequenceLength "
-            f"{recipe.sequence_length} (the shortest has {counts.shortest_dropped:,} tokens): raise it, or set "
-            "data.examples.tooLong to CutLeft or CutRight"
+        return (
+            f"all of its {counts.dropped:,} examples are longer than data.sequenceLength {recipe.sequence_length} "
+            f"(the shortest has {counts.shortest_dropped:,} tokens): raise it, or set data.examples.tooLong to "
+            "CutLeft or CutRight"
         )
     if manifest.examples:
-        first = manifest.examples[0]
-        return UserError(f"{name}: holds no example: {manifest.skipped} records were skipped, the first: {first}")
+        return f"holds no example: {manifest.skipped} records were skipped, the first: {manifest.examples[0]}"
     if counts.filtered:
-        return UserError(f"{name}: {explain_empty_filter(config.where, counts.found, counts.records)}")
+        return explain_empty_filter(config.where, counts.found, counts.records)
     if counts.left_out:
-        return UserError(f"{name}: data.examples.function left all of its {counts.left_out:,} records out: correct it")
-    return UserError(f"{name}: holds no record: give a source with records in it")
+        return f"data.examples.function left all of its {counts.left_out:,} records out: correct it"
+    return "holds no record: give a source with records in it"

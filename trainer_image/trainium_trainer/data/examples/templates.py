@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainium_trainer.data.sources.files import HUB, S3, open_s3, read_with_retries
+from trainium_trainer.data.sources.files import HUB, S3, read_s3_file, read_with_retries
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -373,8 +373,6 @@ def _read_template_file(source: str) -> tuple[str, bytes] | None:
 
 
 def _read_remote_template(source: str) -> tuple[str, bytes] | None:
-    from pyarrow import fs  # noqa: PLC0415 - only data in S3 pays for it
-
     path = source.removeprefix(S3).rstrip("/")
     while glob.has_magic(path):
         path = path.rpartition("/")[0]
@@ -382,9 +380,8 @@ def _read_remote_template(source: str) -> tuple[str, bytes] | None:
     def content() -> tuple[str, bytes] | None:
         for folder in (path, path.rpartition("/")[0]):
             name = f"{folder}/{TEMPLATE_FILE}"
-            if folder and open_s3().get_file_info(name).type == fs.FileType.File:
-                with open_s3().open_input_file(name) as stream:
-                    return S3 + name, bytes(stream.read())
+            if folder and (text := read_s3_file(name)) is not None:
+                return S3 + name, text
         return None
 
     return read_with_retries(f"{source}/{TEMPLATE_FILE}", content)

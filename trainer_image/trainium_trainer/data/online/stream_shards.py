@@ -41,7 +41,6 @@ class ShardSource:
     """A source of the shards, in a form that is sent to worker processes."""
 
     spec: SourceSpec
-    weight: float
     prepared: str | None = None
     """The folder of prepared data."""
     blocks_file: str | None = None
@@ -138,7 +137,7 @@ class TextBlocks:
 
     def read(self, block: int) -> BlockTokens:
         """Tokenize a block. Raises UserError or StorageError."""
-        parts = self._encoder.encode(self._source, FileBlock(*self._table[block].tolist()))
+        parts = self._encoder.encode_block(self._source, FileBlock(*self._table[block].tolist()))
         encoded = [
             part.tokens
             if self._held_back is None
@@ -255,7 +254,7 @@ class StreamShards:
         self._plan = plan
         self._source_numbers = {id(source_blocks): number for number, source_blocks in enumerate(blocks)}
         self._step = -1
-        weights = [source.weight for source in plan.sources]
+        weights = [source.spec.weight for source in plan.sources]
         self._mixtures = []
         self._streams: list[list[_Stream]] = []
         orders = [Permutation(plan.shards, plan.seed, number) for number in range(len(weights))]

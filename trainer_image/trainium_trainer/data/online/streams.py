@@ -19,24 +19,26 @@ import logging
 import os
 import threading
 from dataclasses import astuple, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainium_contract.trainer.data import ValidationSplit
 from trainium_trainer.data.batches.samples import SampleRules, TextSampleSource
+from trainium_trainer.data.cache import create_once
 from trainium_trainer.data.online.stream_shards import ShardPlan, ShardSource
-from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedData, TokenRange
-from trainium_trainer.data.prepared.text_sources import HeldBackText
-from trainium_trainer.data.sources.files import create_once
-from trainium_trainer.data.tokens.encoding import list_blocks
+from trainium_trainer.data.prepared.build import build_in_cache
+from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedData, PreparedManifest, TokenRange
+from trainium_trainer.data.prepared.text_sources import TextInputs
+from trainium_trainer.data.sources.documents import FileBlock
+from trainium_trainer.data.tokens.encoding import TokenBlock, list_blocks, select_held_back
 from trainium_trainer.data.tokens.tokenizer import end_facts, hash_tokenizer
 from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -129,9 +131,7 @@ def _open_shard_source(text_source: TextSource, shards: int, cache: Path) -> tup
     """Return a source of the shards and its identity."""
     if text_source.prepared is not None:
         prepared = PreparedData(text_source.prepared)
-        source = ShardSource(
-            text_source.spec, text_source.weight, str(text_source.prepared), None, len(prepared.batch_tokens)
-        )
+        source = ShardSource(text_source.spec, str(text_source.prepared), None, len(prepared.batch_tokens))
         return source, prepared.manifest.identity
     text = text_source.spec.source
     target = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, text.size // (_BLOCKS_PER_SHARD * shards)))
@@ -140,7 +140,7 @@ def _open_shard_source(text_source: TextSource, shards: int, cache: Path) -> tup
     blocks = len(np.load(blocks_file, mmap_mode="r"))
     if not blocks:
         raise UserError(f"data.source {text_source.spec.name}: holds no text: give a source with text in it")
-    return ShardSource(text_source.spec, text_source.weight, None, str(blocks_file), blocks), identity
+    return ShardSource(text_source.spec, None, str(blocks_file), blocks), identity
 
 
 def _list_blocks_once(text_source: TextSource, identity: str, target: int, cache: Path) -> Path:
@@ -177,8 +177,58 @@ def _open_held_back(
             )
         return TextSampleSource(name, TokenRange(prepared, int(prepared.ends[training_blocks - 1]), prepared.tokens))
     assert source.blocks_file is not None
-    held_back = HeldBackText(fraction, max_tokens, source.blocks_file, 0 if fraction is not None else training_blocks)
-    return TextSampleSource(name, texts.open_tokens(text_source, held=held_back))
+    inputs = HeldBackInputs(
+        (text_source.spec,),
+        texts.tokenizer,
+        texts.config.max_bad_lines,
+        texts.bos_prefix,
+        fraction=fraction,
+        max_tokens=max_tokens,
+        blocks_file=source.blocks_file,
+        first=0 if fraction is not None else training_blocks,
+    )
+    return TextSampleSource(name, PreparedData(build_in_cache(texts.config, "tokens", inputs, texts.cache)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBackInputs(TextInputs):
+    """The held-back part of a text, limited to the needed tokens."""
+
+    fraction: float | None
+    """The fraction of the documents, by their hash; None: all documents of the blocks."""
+    max_tokens: int
+    """The number of tokens after which no further block is read."""
+    blocks_file: str
+    """The file with the source's blocks."""
+    first: int
+    """The first block to read."""
+
+    def list_selection(self) -> list[Any]:
+        """See `TextInputs.list_selection`."""
+        return [[self.fraction, self.max_tokens, self.first, Path(self.blocks_file).name]]
+
+    def list_blocks(self, pool: Workers) -> list[tuple[int, FileBlock]]:  # noqa: ARG002 - as `BuildInputs` has it
+        """Return the blocks to read."""
+        return [(0, FileBlock(*row)) for row in np.load(self.blocks_file)[self.first :].tolist()]
+
+    def select(self, results: Iterator[list[TokenBlock]]) -> Iterator[list[TokenBlock]]:
+        """Yield the held-back documents of encoded blocks until there are enough tokens."""
+        tokens = 0
+        for encoded in results:
+            selected = encoded
+            if self.fraction is not None:
+                selected = [block.select(select_held_back(block.documents, self.fraction)) for block in encoded]
+            tokens += sum(len(block.tokens) for block in selected)
+            yield selected
+            if tokens >= self.max_tokens:
+                return
+
+    def refuse_empty(self, manifest: PreparedManifest) -> None:
+        """Accept an empty part."""
+
+    def count_records(self, manifest: PreparedManifest) -> None:  # noqa: ARG002 - as `BuildInputs` has it
+        """Return None, because only a part of the records is read."""
+        return
 
 
 # ---- the token counts of blocks --------------------------------------------------------------------------------------

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+import time
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from trainium_contract.trainer.data import BosToken
+from trainium_trainer.data.cache import hold_lock
 from trainium_trainer.data.prepared.reader import (
     INDEX_FILE,
     MANIFEST_FILE,
@@ -29,9 +33,9 @@ from trainium_trainer.data.prepared.reader import (
     read_manifest,
     to_arrow,
 )
-from trainium_trainer.data.sources.documents import FileBlock, refuse_skipped, refuse_skipped_share
-from trainium_trainer.data.sources.files import hold_lock
-from trainium_trainer.data.tokens.encoding import RecordCounts, TokenBlock, choose_token_type, list_blocks
+from trainium_trainer.data.prepared.shard_writer import MAX_EXAMPLES, ShardWriter
+from trainium_trainer.data.sources.documents import refuse_skipped, refuse_skipped_share
+from trainium_trainer.data.tokens.encoding import TokenBlock, choose_token_type, list_blocks
 from trainium_trainer.data.tokens.tokenizer import NO_BOS_PREFIX, BosPrefix, hash_tokenizer
 from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import UserError
@@ -40,13 +44,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from trainium_contract.trainer.data import DataConfig
+    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock
     from trainium_trainer.data.sources.resolve import SourceSpec
 
 
-_BATCH_TOKENS = 1 << 20
-_EXAMPLES = 5
 _PLAN = "plan.json"
 _MAX_WORKERS = 16
+_SECONDS_BETWEEN_LINES = 10.0
+_log = logging.getLogger("trainium.data")
 
 
 def _write_durably(path: Path, text: str) -> None:
@@ -59,35 +65,71 @@ def _write_durably(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildInputs:
-    """The inputs of a prepared folder and the functions that encode them."""
+class BlockEncoder(Protocol):
+    """Encodes blocks of sources in a worker process."""
 
-    name: str
-    """The sources, for messages."""
+    @property
+    def vocabulary(self) -> int:
+        """The number of entries of the tokenizer."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """The token that ends documents; of examples the padding token."""
+        ...
+
+    def encode_block(self, source: DocumentSource, block: FileBlock) -> list[TokenBlock]:
+        """Return the tokens of a block. Raises UserError or StorageError."""
+        ...
+
+
+class BuildInputs(ABC):
+    """Everything on which a prepared folder depends; a copy goes to each worker process."""
+
     specs: tuple[SourceSpec, ...]
     tokenizer: Path
     max_bad_lines: int | None
-    prepare: tuple[Callable[..., tuple[int, int]], tuple[Any, ...]]
-    """Called in each process; returns the vocabulary's size and the end-of-document or padding token."""
-    encode: Callable[[int, FileBlock], list[TokenBlock]]
-    """Called in each process with the index of a source and one of its blocks."""
-    refuse_empty: Callable[[PreparedManifest], None]
-    """Raises UserError if there is no training data."""
-    count_records: Callable[[PreparedManifest], int | None]
-    """Returns the number of records that were read, with skipped ones; None if lines are not records."""
-    block_bytes: int
-    shard_tokens: int = 64 << 20
-    """Tokens after which a file is finished."""
-    unit: str = "lines"
-    """The name of the skipped units, for messages."""
-    files: Callable[[], Mapping[str, str]] = dict
-    """Returns the other files of the folder, text by name."""
     bos_prefix: BosPrefix = NO_BOS_PREFIX
-    blocks: Callable[[], list[FileBlock]] | None = None
-    """Returns the blocks of the only source; None: all blocks of all sources."""
-    select: Callable[[Iterator[list[TokenBlock]]], Iterator[list[TokenBlock]]] = iter
-    """Yields what is kept of the results; blocks after its end are not encoded."""
+    block_bytes: ClassVar[int]
+    """The approximate bytes of a block."""
+    shard_tokens: ClassVar[int]
+    """Tokens after which a file is finished."""
+    unit: ClassVar[str] = "lines"
+    """The name of the skipped units, for messages."""
+
+    @property
+    def name(self) -> str:
+        """The sources, for messages."""
+        return ", ".join(spec.name for spec in self.specs)
+
+    @abstractmethod
+    def compute_key(self, cache_folder: Path | None) -> str:
+        """Return a digest of everything on which the folder depends. Raises UserError or StorageError."""
+
+    @abstractmethod
+    def create_encoder(self) -> BlockEncoder:
+        """Create the encoder of this process. Raises UserError."""
+
+    @abstractmethod
+    def refuse_empty(self, manifest: PreparedManifest) -> None:
+        """Raise UserError if there is no training data."""
+
+    @abstractmethod
+    def count_records(self, manifest: PreparedManifest) -> int | None:
+        """Return the number of records that were read, with skipped ones; None if lines are not records."""
+
+    def list_blocks(self, pool: Workers) -> list[tuple[int, FileBlock]]:
+        """Return the blocks to encode, each with the index of its source."""
+        listed = [pool.call(list_blocks, spec, self.block_bytes) for spec in self.specs]
+        return [(number, block) for number, blocks in enumerate(listed) for block in blocks]
+
+    def select(self, results: Iterator[list[TokenBlock]]) -> Iterator[list[TokenBlock]]:
+        """Yield what is kept of the results; blocks after its end are not encoded."""
+        return results
+
+    def list_files(self) -> Mapping[str, str]:
+        """Return the other files of the folder, text by name."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +182,14 @@ class PartialFolder:
     def build(self, workers: int | None, progress: Callable[[BuildProgress], None]) -> None:
         """Build what is missing, and rename the folder. Raises UserError, StorageError, WorkerError, OSError."""
         inputs = self._inputs
-        for name, text in inputs.files().items():
+        for name, text in inputs.list_files().items():
             _write_durably(self.path / name, text)
-        with Workers(1, inputs.prepare) as pool:
+        with Workers(1, (initialize_worker, (inputs,))) as pool:
             vocabulary, end = pool.prepared
-            if inputs.blocks is not None:
-                blocks = [(0, block) for block in inputs.blocks()]
-            else:
-                listed = [pool.call(list_blocks, spec, inputs.block_bytes) for spec in inputs.specs]
-                blocks = [(number, block) for number, blocks_of_file in enumerate(listed) for block in blocks_of_file]
+            blocks = inputs.list_blocks(pool)
             remaining = blocks[self.finished_blocks :]
             pool.grow(min(workers or min(_MAX_WORKERS, len(os.sched_getaffinity(0))), len(remaining)))
-            results = self._report_progress(pool.map(inputs.encode, remaining), remaining, blocks, progress)
+            results = self._report_progress(pool.map(encode_block, remaining), remaining, blocks, progress)
             self._write(inputs.select(results), choose_token_type(vocabulary), end)
         manifest = self._create_manifest(vocabulary, end)
         inputs.refuse_empty(manifest)
@@ -213,7 +251,7 @@ class PartialFolder:
             tokens=self.sum_field("tokens"),
             documents=self.sum_field("documents"),
             skipped=self.sum_field("skipped"),
-            examples=tuple(example for shard in self.shards for example in shard.examples)[:_EXAMPLES],
+            examples=tuple(example for shard in self.shards for example in shard.examples)[:MAX_EXAMPLES],
             vocabulary=vocabulary,
             dtype=choose_token_type(vocabulary).name,
             end_of_document=end,
@@ -255,110 +293,6 @@ class PartialFolder:
         temporary.replace(self.path / INDEX_FILE)
 
 
-@dataclass(slots=True)
-class ShardWriter:
-    """Writes one file of tokens."""
-
-    path: Path
-    dtype: np.dtype[Any]
-    end: int
-    tokens: int = 0
-    documents: int = 0
-    skipped: int = 0
-    examples: list[str] = field(default_factory=list)
-    _counts: RecordCounts | None = None
-    _largest: int = 0
-    _digests: dict[str, Any] = field(default_factory=dict)
-    _waiting: list[TokenBlock] = field(default_factory=list)
-    _waiting_tokens: int = 0
-    _stream: Any = None
-    _file: Any = None
-
-    def add(self, block: TokenBlock) -> None:
-        """Append a block; small blocks are combined."""
-        self.skipped += len(block.skipped)
-        space = _EXAMPLES - len(self.examples)
-        self.examples += [skipped.format_message() for skipped in block.skipped[:space]]
-        if block.counts is not None:
-            self._counts = self._counts or RecordCounts()
-            self._counts.add(block.counts)
-        if not len(block.lengths):
-            return
-        ends = block.tokens == self.end if block.examples is None else block.lengths > 0
-        self.tokens += len(block.tokens)
-        self.documents += int(ends.sum())
-        self._largest = max(self._largest, int(block.tokens.max(initial=0)))
-        hashed = {"tokens": block.tokens}
-        if block.examples is not None:
-            nonempty = block.lengths > 0
-            rows = np.stack([block.lengths, block.examples.answers, block.documents.view(np.int64)], axis=1)[nonempty]
-            hashed |= {"trained": block.examples.loss_mask, "rows": rows}
-        for name, values in hashed.items():
-            self._digests.setdefault(name, hashlib.sha256()).update(values.tobytes())
-        self._waiting.append(block)
-        self._waiting_tokens += len(block.tokens)
-        if self._waiting_tokens >= _BATCH_TOKENS:
-            self._write()
-
-    def _write(self) -> None:
-        import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
-
-        lengths = np.concatenate([block.lengths for block in self._waiting])
-        offsets = to_arrow(np.concatenate(([0], np.cumsum(lengths))))
-
-        def lists(values: list[Any]) -> Any:
-            return pa.LargeListArray.from_arrays(offsets, to_arrow(np.concatenate(values)))
-
-        columns = {
-            "tokens": lists([block.tokens for block in self._waiting]),
-            "document": to_arrow(np.concatenate([block.documents for block in self._waiting])),
-        }
-        examples = [block.examples for block in self._waiting if block.examples is not None]
-        if examples:
-            columns["trained"] = lists([part.loss_mask.view(np.uint8) for part in examples])
-            columns["answer"] = to_arrow(np.concatenate([part.answers for part in examples]))
-            columns["before"] = to_arrow(np.concatenate([part.original_lengths for part in examples]))
-        batch = pa.record_batch(columns)
-        if self._file is None:
-            self._open(batch.schema)
-        self._file.write_batch(batch)
-        self._waiting, self._waiting_tokens = [], 0
-
-    def _open(self, schema: Any) -> None:
-        import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
-
-        self._stream = self.path.with_suffix(".tmp").open("wb")
-        self._file = pa.ipc.new_file(self._stream, schema)
-
-    def finish(self, blocks: int) -> Shard:
-        """Close the file and give it its name."""
-        import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
-
-        if self._waiting:
-            self._write()
-        if self._file is None:  # only skipped lines
-            kinds = {"tokens": pa.large_list(pa.from_numpy_dtype(self.dtype)), "document": pa.uint64()}
-            self._open(pa.schema(kinds))
-        self._file.close()
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        self.path.with_suffix(".tmp").replace(self.path)
-        digests = [digest.hexdigest() for digest in self._digests.values()] or [hashlib.sha256().hexdigest()]
-        return Shard(
-            file=self.path.name,
-            bytes=self.path.stat().st_size,
-            tokens=self.tokens,
-            documents=self.documents,
-            largest=self._largest,
-            digest=digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest(),
-            blocks=blocks,
-            skipped=self.skipped,
-            examples=tuple(self.examples),
-            counts=self._counts,
-        )
-
-
 def build(
     folder: Path,
     inputs: BuildInputs,
@@ -391,3 +325,54 @@ def build(
         if records is not None:
             refuse_skipped_share(inputs.name, manifest.skipped, records, first, limit)
     return manifest
+
+
+def build_in_cache(
+    config: DataConfig,
+    kind: str,
+    inputs: BuildInputs,
+    cache: Path,
+    progress: Callable[[BuildProgress], None] | None = None,
+) -> Path:
+    """Build a folder, unless the cache has it, and warn about what was skipped. Raises UserError or StorageError."""
+    key = inputs.compute_key(cache)
+    folder = cache / f"{kind}-{key[:32]}"
+    manifest = build(folder, inputs, key, workers=config.workers, progress=progress or _ProgressLog(inputs.name))
+    if manifest.skipped:
+        first = manifest.examples[0]
+        _log.warning("data.source %s: skipped %d %s, the first: %s", inputs.name, manifest.skipped, inputs.unit, first)
+    return folder
+
+
+class _ProgressLog:
+    """Logs the progress of a long build at intervals."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last = time.monotonic()
+
+    def __call__(self, progress: BuildProgress) -> None:
+        """Log the progress, unless it was logged recently."""
+        now = time.monotonic()
+        if now - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = now
+            share = 100 * progress.bytes / max(1, progress.total_bytes)
+            _log.info("tokenizing %s: %.0f %%, %d tokens", self._name, share, progress.tokens)
+
+
+# ---- functions that a worker process calls by reference -------------------------------------------------------------
+
+_worker: dict[str, Any] = {}
+
+
+def initialize_worker(inputs: BuildInputs) -> tuple[int, int]:
+    """Prepare this process; return the size of the vocabulary and the token at the end of documents."""
+    encoder = inputs.create_encoder()
+    _worker.update(inputs=inputs, encoder=encoder)
+    return encoder.vocabulary, encoder.end
+
+
+def encode_block(source: int, block: FileBlock) -> list[TokenBlock]:
+    """Return the tokens of a block of the source with this index."""
+    encoder: BlockEncoder = _worker["encoder"]
+    return encoder.encode_block(_worker["inputs"].specs[source].source, block)

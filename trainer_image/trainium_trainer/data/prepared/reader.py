@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from trainium_trainer.data.sources.files import write_cache_file
+from trainium_trainer.data.cache import write_cache_file
 from trainium_trainer.data.tokens.encoding import RecordCounts, select_held_back
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE
 from trainium_trainer.exits import UnreadableError, UserError
@@ -60,7 +60,7 @@ INDEX_FILE = "index.arrow"
 _OPEN_BATCHES = 256
 
 
-_check_share: ContextVar[tuple[int, int]] = ContextVar("watched", default=(0, 1))
+_check_share: ContextVar[tuple[int, int]] = ContextVar("check_share", default=(0, 1))
 """The index of this process among those that check the files of a folder, and their number."""
 
 
@@ -324,14 +324,13 @@ class DocumentSelection:
 
 
 class TokenRange:
-    """Tokens first .. last - 1 of another sequence."""
+    """Tokens first .. end - 1 of a prepared folder."""
 
-    def __init__(self, run: PreparedData | DocumentSelection, first: int, last: int) -> None:
-        self._run = run
+    def __init__(self, sequence: PreparedData, first: int, end: int) -> None:
+        self._sequence = sequence
         self._first = first
-        self.tokens = last - first
-        self.dtype = run.dtype
+        self.tokens = end - first
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Return tokens start .. stop - 1 of this range."""
-        return self._run.read(self._first + start, self._first + stop)
+        return self._sequence.read(self._first + start, self._first + stop)

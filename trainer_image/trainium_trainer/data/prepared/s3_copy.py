@@ -7,27 +7,22 @@ Guarantees:
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import json
-import logging
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from trainium_trainer.data.cache import create_once
 from trainium_trainer.data.prepared.reader import KIND, MANIFEST_FILE, is_prepared, read_manifest
-from trainium_trainer.data.sources.files import S3, hold_lock, open_s3, read_with_retries
+from trainium_trainer.data.sources.files import S3, open_s3, read_s3_file, read_with_retries
 from trainium_trainer.data.sources.resolve import list_sources
 from trainium_trainer.data.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, count_entries, find_tokenizer_file
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.data import DataConfig
 
-T = TypeVar("T")
-
-_log = logging.getLogger("trainium.data")
-_NOT_A_FOLDER = frozenset({errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
 _COPIED_AT_ONCE = 16 << 20
 
 
@@ -35,7 +30,8 @@ def find_vocabulary_size(config: DataConfig) -> int:
     """Return the size of the data's tokenizer; access S3 only for data in S3. Raises UserError, StorageError."""
     if config.tokenizer.path is not None:
         return count_entries(find_tokenizer_file(config.tokenizer))
-    for name, _, _ in list_sources(config):
+    for spec in list_sources(config):
+        name = spec.name
         if name.startswith(S3):
             manifest = _read_remote_manifest(name)
             if manifest is not None:
@@ -48,23 +44,15 @@ def find_vocabulary_size(config: DataConfig) -> int:
 def has_prepared_sources(config: DataConfig) -> bool:
     """Return whether a source includes its tokenizer; access S3 only for data in S3. Raises UserError, StorageError."""
     return any(
-        _read_remote_manifest(name) is not None if name.startswith(S3) else is_prepared(Path(name).expanduser())
-        for name, _, _ in list_sources(config)
+        _read_remote_manifest(spec.name) is not None
+        if spec.name.startswith(S3)
+        else is_prepared(Path(spec.name).expanduser())
+        for spec in list_sources(config)
     )
 
 
 def _read_remote_manifest(name: str) -> bytes | None:
-    from pyarrow import fs  # noqa: PLC0415 - only data in S3 pays for it
-
-    path = _format_object_key(name, MANIFEST_FILE)
-
-    def text() -> bytes | None:
-        if open_s3().get_file_info(path).type != fs.FileType.File:
-            return None
-        with open_s3().open_input_file(path) as stream:
-            return bytes(stream.read())
-
-    content = read_with_retries(name, text)
+    content = read_with_retries(name, lambda: read_s3_file(_format_object_key(name, MANIFEST_FILE)))
     return content if content is not None and KIND.encode() in content else None
 
 
@@ -77,11 +65,8 @@ def copy_from_s3(name: str, cache: Path) -> Path | None:
     if manifest is None:
         return None
     folder = cache / f"mirror-{hashlib.sha256(manifest).hexdigest()[:32]}"
-    if is_prepared(folder):
-        return folder
-    with hold_lock(cache / f"{folder.name}.lock"):
-        if is_prepared(folder):
-            return folder
+
+    def create() -> None:
         partial = folder.with_name(folder.name + ".partial")
         partial.mkdir(exist_ok=True)
         (partial / MANIFEST_FILE).write_bytes(manifest)
@@ -98,7 +83,8 @@ def copy_from_s3(name: str, cache: Path) -> Path | None:
             )
         (partial / MANIFEST_FILE).write_bytes(manifest)
         partial.rename(folder)
-    return folder
+
+    return create_once(folder, create)
 
 
 def _format_object_key(name: str, file: str) -> str:

@@ -1,18 +1,15 @@
-"""Find, open and identify the files of a source on a mounted file system or in S3, and write files of a cache.
+"""Find, open and identify the files of a source on a mounted file system or in S3.
 
 Guarantees:
 - Files are sorted by name, independently of the listing.
 - S3 is reached through pyarrow only, with the credentials, region and endpoint of the usual AWS variables.
 - Requests to a failing store are retried for a while before they raise StorageError.
 - Problems that the user can correct (no such file, no permission) raise UserError at once.
-- A file of the cache is published by one rename, by one process where it is created under a lock.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import fnmatch
 import functools
 import glob
@@ -22,11 +19,11 @@ import logging
 import multiprocessing
 import os
 import re
-import secrets
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
+from trainium_trainer.data.cache import write_cache_file
 from trainium_trainer.exits import StorageError, TrainerError, UnreadableError, UserError
 from trainium_trainer.storage.protocol import Retry
 
@@ -192,6 +189,14 @@ def open_s3() -> Any:
     )
 
 
+def read_s3_file(path: str) -> bytes | None:
+    """Return the contents of an object by bucket and key; None if there is none. Raises OSError."""
+    if not open_s3().get_file_info(path).is_file:
+        return None
+    with open_s3().open_input_file(path) as stream:
+        return bytes(stream.read())
+
+
 def find_files(name: str) -> tuple[DataFile, ...]:
     """Return the files of a path, folder or pattern, sorted by relative name.
 
@@ -325,38 +330,3 @@ def _refuse_unknown_format(path: Path, name: str) -> Path:
 def list_formats() -> str:
     """Return the known suffixes, for messages."""
     return f"{', '.join((*_PLAIN, *_TABLES))} (text also with .gz or .zst)"
-
-
-# ---- files of a cache ------------------------------------------------------------------------------------------------
-
-
-def write_cache_file(path: Path, content: bytes) -> None:
-    """Write a file of the cache atomically and without a lock; errors are ignored.
-
-    Drafts have random names, because process ids and addresses do not distinguish writers: pods number their processes
-    equally, and ranks are forks of one process.
-    """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with contextlib.suppress(OSError):
-        try:
-            draft.write_bytes(content)
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def hold_lock(path: Path) -> Iterator[None]:
-    """Hold a file lock; the kernel releases it when the holder dies."""
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def create_once(path: Path, create: Callable[[], None]) -> Path:
-    """Return `path`; if it is missing, one process calls `create`, which must publish it by a rename."""
-    if not path.exists():
-        with hold_lock(path.with_name(f".{path.name}.lock")):
-            if not path.exists():
-                create()
-    return path

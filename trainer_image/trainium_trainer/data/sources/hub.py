@@ -26,7 +26,8 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 from pydantic import ValidationError
 
 from trainium_contract.trainer.data import HubConfig
-from trainium_trainer.data.sources.files import HUB, SUFFIXES, DataFile, list_formats, write_cache_file
+from trainium_trainer.data.cache import write_cache_file
+from trainium_trainer.data.sources.files import HUB, SUFFIXES, DataFile, list_formats
 from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.storage.hub import Repository, call_hub, create_client, find_endpoint, find_token
 

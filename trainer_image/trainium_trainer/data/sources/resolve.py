@@ -49,14 +49,9 @@ def open_source(name: str, text_field: str) -> DocumentSource:
         return PythonDocs()
     if name.startswith(HUB):
         parts = [(part, find_hub_files(location)) for part, location in list_parts(name)]
-        files = tuple(file for _, found in parts for file in found)
-        return FileSource(files, text_field, [(part, len(found)) for part, found in parts])
+        files = tuple(file for _, files_of_part in parts for file in files_of_part)
+        return FileSource(files, text_field, [(part, len(files_of_part)) for part, files_of_part in parts])
     return FileSource(find_files(name), text_field)
-
-
-def pin_source(name: str) -> str:
-    """Return the name of a source, of one on the hub with its present commit. Raises UserError and StorageError."""
-    return pin_revision(name) if name.startswith(HUB) else name
 
 
 @dataclass(frozen=True)
@@ -65,6 +60,12 @@ class SourceSpec:
 
     name: str
     text_field: str
+    weight: float = 1.0
+    """The weight in the mixture of sources."""
+
+    def pin(self) -> SourceSpec:
+        """Return the source, one on the hub with its present commit. Raises UserError and StorageError."""
+        return dataclasses.replace(self, name=pin_revision(self.name)) if self.name.startswith(HUB) else self
 
     @functools.cached_property
     def source(self) -> DocumentSource:
@@ -72,12 +73,14 @@ class SourceSpec:
         return open_source(self.name, self.text_field)
 
 
-def list_sources(config: DataConfig) -> list[tuple[str, str, float]]:
-    """Return name, text field and weight of each source. Raises UserError if there is none."""
+def list_sources(config: DataConfig) -> list[SourceSpec]:
+    """Return the sources of a configuration. Raises UserError if there is none."""
     if not config.sources:
-        return [(_format_source_name(config.source, config.hub), config.text_field, 1.0)]
+        return [SourceSpec(_format_source_name(config.source, config.hub), config.text_field)]
     return [
-        (_format_source_name(source.source, source.hub), source.text_field or config.text_field, source.weight)
+        SourceSpec(
+            _format_source_name(source.source, source.hub), source.text_field or config.text_field, source.weight
+        )
         for source in config.sources
     ]
 
@@ -104,7 +107,7 @@ def find_validation_source(config: DataConfig) -> str | None:
 def list_locations(config: DataConfig) -> list[str]:
     """Return the names of all sources, and of the separate source of `data.validation`."""
     validation = find_validation_source(config)
-    return [name for name, _, _ in list_sources(config)] + ([validation] if validation else [])
+    return [spec.name for spec in list_sources(config)] + ([validation] if validation else [])
 
 
 class FileSource(DocumentSource):
@@ -136,8 +139,8 @@ class FileSource(DocumentSource):
             return blocks
         chosen, first = list[FileBlock](), 0
         for part, count in self._parts:
-            own = [block for block in blocks if first <= block.file < first + count]
-            chosen += self._slice(own, part) if part.is_slice else own
+            blocks_of_part = [block for block in blocks if first <= block.file < first + count]
+            chosen += self._slice(blocks_of_part, part) if part.is_slice else blocks_of_part
             first += count
         return chosen
 

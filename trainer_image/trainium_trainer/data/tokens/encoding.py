@@ -15,13 +15,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainium_trainer.data.cache import create_once
 from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, SkippedRecord, TextPiece
-from trainium_trainer.data.sources.files import create_once, read_with_retries
+from trainium_trainer.data.sources.files import read_with_retries
 from trainium_trainer.data.tokens.tokenizer import (
     END_OF_DOCUMENT,
     NO_BOS_PREFIX,
@@ -36,6 +36,7 @@ from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
@@ -137,7 +138,7 @@ class DocumentEncoder:
         self.end = find_end_of_document(file)
         self._bos_prefix = bos_prefix
 
-    def encode(self, source: DocumentSource, block: FileBlock) -> list[TokenBlock]:
+    def encode_block(self, source: DocumentSource, block: FileBlock) -> list[TokenBlock]:
         """Return the tokens of a block. Raises UserError or StorageError."""
         return read_with_retries(
             source.find_file_name(block),
@@ -297,24 +298,6 @@ def _train_and_save(specs: tuple[SourceSpec, ...], vocab_size: int, file: str) -
 def _iterate_texts(source: DocumentSource) -> Iterator[str]:
     for block in source.divide_into_blocks(_TRAINING_BLOCK_BYTES):
         yield from (item.text for item in source.read_documents(block) if isinstance(item, TextPiece))
-
-
-# ---- functions that a tokenizing process calls by reference ---------------------------------------------------------
-
-_worker: dict[str, Any] = {}
-
-
-def initialize_worker(specs: tuple[SourceSpec, ...], tokenizer: str, bos_prefix: BosPrefix) -> tuple[int, int]:
-    """Prepare this process; return the vocabulary's size and the id of the end-of-document token."""
-    _worker["sources"] = [spec.source for spec in specs]
-    encoder = _worker["encoder"] = DocumentEncoder(Path(tokenizer), bos_prefix)
-    return encoder.vocabulary, encoder.end
-
-
-def encode(source: int, block: FileBlock) -> list[TokenBlock]:
-    """Return the tokens of a block of an installed source."""
-    blocks: list[TokenBlock] = _worker["encoder"].encode(_worker["sources"][source], block)
-    return blocks
 
 
 def list_blocks(spec: SourceSpec, target: int) -> list[FileBlock]:
