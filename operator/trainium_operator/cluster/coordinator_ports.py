@@ -113,8 +113,7 @@ class Reviewer:
             if isinstance(error, ForbiddenError) and not self._reported:
                 self._reported = True  # logged once: clients that send tokens must not fill the log
                 logger.warning("the operator may not create %s: see the rights in docs/install.md", self.kind.plural)
-            # The message of a refusal could repeat the request, so only its class is passed on.
-            raise AuthenticationUnavailableError(type(error).__name__) from None
+            raise AuthenticationUnavailableError from None  # the message of a refusal could repeat the request
         status: dict[str, Any] = answer.get("status") or {}
         return status
 

@@ -1,22 +1,20 @@
-"""Parse the messages of agents, and answer those that are refused.
+"""Parse the messages of agents.
 
 Guarantees:
 - A newer agent's message is read as far as possible: the models ignore unknown fields, and an unknown value of an
   enumeration (a cause, a check, an alert) removes the smallest optional part with it, never the heartbeat. Anything
   else that is invalid is an error.
-- Every refusal is one sentence.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 
 from trainium_contract.stored_json import find_optional_part, remove_places
-from trainium_operator.coordinator.state import FutureGenerationError, NotRegisteredError, OldGenerationError
+from trainium_operator.http.errors import RefusedError
 
 if TYPE_CHECKING:
     from trainium_contract.base import MessageModel
@@ -26,44 +24,14 @@ _Place = tuple[str | int, ...]
 _ROUNDS = 4
 
 
-class BadMessageError(Exception):
-    """The request cannot be parsed."""
+class BadMessageError(RefusedError):
+    """The message cannot be parsed."""
 
-
-@dataclass(frozen=True, slots=True)
-class MessageError:
-    """The answer to a message that is refused."""
-
-    status: int
-    sentence: str
-    generation: int | None = None
-
-
-def find_message_error(error: Exception) -> MessageError | None:
-    """Return the answer to an error; None if the message did not cause it."""
-    match error:
-        case ValidationError() | BadMessageError():
-            return MessageError(400, _describe_error(error))
-        case NotRegisteredError():
-            return MessageError(404, "this agent has not registered with this coordinator; register first")
-        case FutureGenerationError():
-            return MessageError(400, str(error))
-        case OldGenerationError():
-            return MessageError(409, str(error), generation=error.current)
-        case _:
-            return None
-
-
-def _describe_error(error: Exception) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors(include_url=False, include_input=False)[0]
-    path = ".".join(str(part) for part in first["loc"])
-    return f"the message is not valid: {path or 'body'}: {first['msg']}"[:1024]
+    status = 400
 
 
 def read_message(model: type[_M], body: bytes) -> _M:
-    """Return the message, reduced to what is kept. Raises ValidationError."""
+    """Return the message, reduced to what is kept. Raises BadMessageError."""
     try:
         return model.model_validate_json(body).share_fields_set()
     except ValidationError as error:
@@ -80,7 +48,9 @@ def read_message(model: type[_M], body: bytes) -> _M:
             return model.model_validate_json(to_json(raw)).share_fields_set()
         except ValidationError as error:
             last = error
-    raise first
+    detail = first.errors(include_url=False, include_input=False)[0]
+    path = ".".join(str(part) for part in detail["loc"])
+    raise BadMessageError(f"the message is not valid: {path or 'body'}: {detail['msg']}"[:1024]) from first
 
 
 def _find_places_to_leave_out(error: ValidationError, left_out: set[_Place]) -> set[_Place]:

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from trainium_contract.wire.messages import ErrorResponse, HeartbeatRequest
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE
-from trainium_operator.coordinator.messages import BadMessageError, find_message_error
+from trainium_operator.coordinator.messages import BadMessageError
 from trainium_operator.coordinator.streams import MAX_CONNECTION_SECONDS, Stream, Streams
 from trainium_operator.http.errors import ForbiddenError
 from trainium_operator.http.listener import BROKEN
@@ -113,11 +113,6 @@ class CoordinatorServer:
         try:
             return await handler(request)
         except Exception as error:
-            message_error = find_message_error(error)
-            if message_error is not None:
-                return _build_error_response(
-                    message_error.status, message_error.sentence, generation=message_error.generation
-                )
             refusal = build_error_response(error)
             if refusal is None:
                 logger.exception("answering %s failed", request.path)
@@ -149,9 +144,6 @@ def _parse_number(query: Mapping[str, str], key: str, default: int) -> int:
     return int(text)
 
 
-def _build_error_response(
-    status: int, sentence: str, *, generation: int | None = None, headers: dict[str, str] | None = None
-) -> web.Response:
-    message = ErrorResponse(error=sentence, generation=generation)
-    body = message.model_dump_json(by_alias=True, exclude_none=True).encode()
+def _build_error_response(status: int, sentence: str, *, headers: Mapping[str, str] | None = None) -> web.Response:
+    body = ErrorResponse(error=sentence).model_dump_json(by_alias=True, exclude_none=True).encode()
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)

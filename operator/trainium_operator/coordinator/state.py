@@ -22,6 +22,7 @@ from trainium_contract.wire.messages import (
     RoleEndpoints,
     WorkerPhase,
 )
+from trainium_operator.http.errors import RefusedError
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, AgentView
 
 if TYPE_CHECKING:
@@ -50,19 +51,28 @@ class HeartbeatResult:
     """The agent's last heartbeat before this one."""
 
 
-class NotRegisteredError(Exception):
+class NotRegisteredError(RefusedError):
     """The pod's agent has not registered since this coordinator started."""
 
+    status = 404
 
-class FutureGenerationError(Exception):
+    def __init__(self) -> None:
+        super().__init__("this agent has not registered with this coordinator; register first")
+
+
+class FutureGenerationError(RefusedError):
     """The message belongs to a generation far ahead of the one that is served: its sender cannot be trusted."""
+
+    status = 400
 
     def __init__(self, generation: int, current: int) -> None:
         super().__init__(f"generation {generation} cannot be: generation {current} is current")
 
 
-class OldGenerationError(Exception):
+class OldGenerationError(RefusedError):
     """The message belongs to an older generation than the served one."""
+
+    status = 409
 
     def __init__(self, generation: int, current: int) -> None:
         super().__init__(f"generation {generation} is over, generation {current} is current")

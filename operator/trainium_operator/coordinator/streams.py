@@ -28,9 +28,9 @@ from trainium_contract.wire.messages import (
 )
 from trainium_contract.wire.stream import FrameKind, FrameReader, FrameTooLongError, decode_keepalive, encode_frame
 from trainium_operator.coordinator.membership_cache import MembershipCache
-from trainium_operator.coordinator.messages import find_message_error, read_message
-from trainium_operator.coordinator.state import FutureGenerationError
-from trainium_operator.http.errors import ForbiddenError
+from trainium_operator.coordinator.messages import read_message
+from trainium_operator.coordinator.state import FutureGenerationError, OldGenerationError
+from trainium_operator.http.errors import RefusedError
 from trainium_operator.plan.model.observed import HEARTBEAT_SECONDS
 
 if TYPE_CHECKING:
@@ -160,16 +160,14 @@ class Stream(asyncio.Protocol):
         return 200
 
     def _refuse(self, error: Exception) -> int:
-        message_error = find_message_error(error)
+        if isinstance(error, OldGenerationError):
+            self._send_error(error.status, str(error), error.current)
+            return error.status
         if isinstance(error, FutureGenerationError):
             logger.warning("refused %s: %s", self.caller.pod_name, error)
-        if message_error is not None and message_error.status == 409:
-            self._send_error(message_error.status, message_error.sentence, message_error.generation)
-            return message_error.status
-        status, sentence = (
-            (message_error.status, message_error.sentence) if message_error is not None else (403, str(error))
-        )
-        if message_error is None and not isinstance(error, ForbiddenError):
+        if isinstance(error, RefusedError):
+            status, sentence = error.status, str(error)
+        else:
             logger.error("answering a stream failed", exc_info=error)
             status, sentence = 500, "defect in the coordinator; its log has the details"
         self.end(status, sentence)
@@ -257,7 +255,7 @@ class Streams:
         self.state.on_publish = self._send_membership
 
     def register(self, caller: Caller, body: bytes) -> tuple[JobId, RegisterResponse]:
-        """Register an agent. Raises the errors of `find_message_error`."""
+        """Register an agent. Raises RefusedError."""
         message = read_message(RegisterRequest, body)
         job_id = self.authenticator.check(caller, message)
         if self.state.register(job_id, message):
@@ -273,7 +271,7 @@ class Streams:
         return job_id, answer
 
     def handle_heartbeat(self, caller: Caller, body: bytes) -> HeartbeatResponse:
-        """Apply a heartbeat. Raises the errors of `find_message_error`."""
+        """Apply a heartbeat. Raises RefusedError."""
         message = read_message(HeartbeatRequest, body)
         job_id = self.authenticator.check(caller, message)
         accepted = self.state.record_heartbeat(job_id, message)

@@ -101,7 +101,7 @@ class TokenVerifier:
                 return self._decode(token)
         except (jwt.PyJWTError, ValueError, RecursionError) as error:
             if self.problem and isinstance(error, _NEWER_KEYS_MAY_HELP):
-                raise AuthenticationUnavailableError(self.problem) from None
+                raise AuthenticationUnavailableError from None
             sentence = f"the token is not valid (any more) for audience {TOKEN_AUDIENCE}: {error}"
             raise UnauthenticatedError(sentence) from None
 

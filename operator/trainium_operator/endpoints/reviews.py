@@ -60,7 +60,9 @@ class ReviewLimiter:
         """Raise TooManyRequestsError if the address was refused too often."""
         since, refusals = self._refusals.get(address, (-math.inf, 0))
         if refusals >= MAX_REFUSALS and self._clock() - since < WINDOW_SECONDS:
-            raise TooManyRequestsError(f"too much that is not known comes from {address or 'this address'}")
+            raise TooManyRequestsError(
+                f"too much that is not known comes from {address or 'this address'}; try again in a minute"
+            )
 
     def count_refusal(self, address: str) -> None:
         """Count an invalid token of this address."""

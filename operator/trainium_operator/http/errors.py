@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-
-class UnauthenticatedError(Exception):
-    """401: no token, or an invalid one."""
+from typing import ClassVar
 
 
-class ForbiddenError(Exception):
-    """403: a valid token, but its holder may not send or read this."""
+class RefusedError(Exception):
+    """A message or a request is refused, with this status of HTTP."""
+
+    status: ClassVar[int]
+
+
+class UnauthenticatedError(RefusedError):
+    """No token, or an invalid one."""
+
+    status = 401
+
+
+class ForbiddenError(RefusedError):
+    """A valid token, but its holder may not send or read this."""
+
+    status = 403
 
 
 class PodDeletedError(ForbiddenError):
-    """410: a valid token, but its pod or job no longer exists."""
+    """A valid token, but its pod or job no longer exists."""
+
+    status = 410
 
 
-class TooManyRequestsError(Exception):
-    """429: too many tokens or requests of this kind came from this address."""
+class TooManyRequestsError(RefusedError):
+    """Too many tokens or requests of this kind came from this address."""
+
+    status = 429
 
 
-class AuthenticationUnavailableError(Exception):
-    """503: tokens or rights cannot be checked now."""
+class AuthenticationUnavailableError(RefusedError):
+    """Tokens or rights cannot be checked now."""
+
+    status = 503
+
+    def __init__(self) -> None:
+        super().__init__("the operator cannot check tokens now; try again")

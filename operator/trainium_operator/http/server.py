@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from trainium_operator.http import errors
+from trainium_operator.http.errors import RefusedError
 from trainium_operator.http.limiter import ConnectionLimiter
 from trainium_operator.http.listener import BROKEN, LimitedListener, TrackedConnection
 
 if TYPE_CHECKING:
     import asyncio
     import ssl
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 SHUTDOWN_SECONDS = 2.0
 RETRY_AFTER = {"Retry-After": "1"}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "60"}, 503: RETRY_AFTER}
 _CLIENT_ERRORS = frozenset({400, 401, 403, 404, 405, 408, 413, 429})
 
 
@@ -55,22 +56,14 @@ class ErrorResponse:
 
     status: int
     sentence: str
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def build_error_response(error: Exception) -> ErrorResponse | None:
     """Return the response to a client's error; None for a defect of the operator."""
     match error:
-        case errors.UnauthenticatedError():
-            return ErrorResponse(401, str(error), {"WWW-Authenticate": "Bearer"})
-        case errors.TooManyRequestsError():
-            return ErrorResponse(429, f"{error}; try again in a minute", {"Retry-After": "60"})
-        case errors.PodDeletedError():
-            return ErrorResponse(410, str(error))
-        case errors.ForbiddenError():
-            return ErrorResponse(403, str(error))
-        case errors.AuthenticationUnavailableError():
-            return ErrorResponse(503, "the operator cannot check tokens now; try again", RETRY_AFTER)
+        case RefusedError():
+            return ErrorResponse(error.status, str(error), _HEADERS.get(error.status, {}))
         case web.HTTPException():
             return ErrorResponse(error.status, error.reason)
         case _:
