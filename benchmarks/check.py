@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fleet.figures import format_value
+from benchmarks.harness.figures import format_value
 
 FOLDER = Path(__file__).parent
 THRESHOLDS = FOLDER / "thresholds.json"

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet.figures import Report
-from benchmarks.ranks import run_ranks
+from benchmarks.harness.figures import Report, create_parser
+from benchmarks.harness.ranks import build_node_environment, run_ranks
 
 RANKS, WARM_UP = 2, 5
 _FLOOR_COPIES = 9
@@ -33,11 +33,9 @@ _ADDED_GOAL, _RATIO_GOAL = 5.0, 1.01
 
 def main() -> None:
     """Measure, print the figures and write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = create_parser("elastic_cost", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sizes", nargs="*", default=[*SIZES], choices=[*SIZES])
-    parser.add_argument("--quick", action="store_true", help="one round of the smallest model")
-    parser.add_argument("--json", type=Path, default=Path("out/bench/elastic_cost.json"))
     parser.add_argument("--rank", nargs=3, metavar=("MODE", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
@@ -85,11 +83,8 @@ def measure(mode: str, size: str) -> Measured:
 
 def train(mode: str, size: str, folder: Path) -> None:
     """Run one rank; the first one writes what it has measured."""
-    rank = os.environ["RANK"]
-    memory = folder / f"node-{rank}"
-    (memory / "progress").mkdir(parents=True)
-    os.environ |= {"TRAINIUM_RUN_ID": "run", "TRAINIUM_ATTEMPT": "0", "TRAINIUM_GENERATION": "1"}
-    os.environ |= {"TRAINIUM_MEMORY_DIR": str(memory), "TRAINIUM_PROGRESS_FILE": str(memory / "progress" / "g1-r0")}
+    rank = int(os.environ["RANK"])
+    os.environ |= build_node_environment(folder, rank)
     import torch  # noqa: PLC0415 - the ranks import it
     from transformers import (  # noqa: PLC0415 - as above
         LlamaConfig,
@@ -141,12 +136,12 @@ def train(mode: str, size: str, folder: Path) -> None:
     model = LlamaForCausalLM(config)
     trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=[Clock()])
     (elastic(trainer) if mode == "elastic" else trainer).train()
-    if rank == "0":
+    if rank == 0:
         pairs = [*zip(starts[WARM_UP:], starts[WARM_UP + 1 :], strict=False)]
         step, processor = (
             1000 * statistics.median(end[kind] - start[kind] for start, end in pairs) for kind in range(2)
         )
-        measured = Measured(model.num_parameters(), step, processor, measure_floor(trainer, memory / "floor"))
+        measured = Measured(model.num_parameters(), step, processor, measure_floor(trainer, folder / "floor"))
         (folder / "measured").write_text(json.dumps(asdict(measured)))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -15,15 +15,14 @@ import os
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks import build_rank_environment
-from trainium_devcluster.ports import reserve_port
+from benchmarks.harness.conditions import write_report
+from benchmarks.harness.ranks import build_node_environment, start_ranks
 
 RANKS, STEPS, KILLS = 2, 160, (40, 90)
 NUMBERS, PROMPTS, SAMPLES, TOKENS = 12, 8, 8, 8
@@ -38,17 +37,17 @@ def main() -> None:
     """Run without and with kills, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/elastic_grpo"))
-    parser.add_argument("--rank", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=2, metavar=("FOLDER", "ATTEMPT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        train(options.rank)
+        train(Path(options.rank[0]), int(options.rank[1]))
         return
     shutil.rmtree(options.out, ignore_errors=True)
     undisturbed, _, seconds = run(options.out / "undisturbed", ())
     disturbed, repeated, disturbed_seconds = run(options.out / "disturbed", KILLS)
     curves = [{step: compute_mean_reward(each[step]) for step in sorted(each)} for each in (undisturbed, disturbed)]
     rewards = list(curves[1].values())
-    report = {
+    figures = {
         "steps": len(disturbed),
         "answers": sum(map(len, disturbed.values())),
         "identical": undisturbed == disturbed,
@@ -58,7 +57,7 @@ def main() -> None:
         "seconds": {"undisturbed": round(seconds, 1), "withKills": round(disturbed_seconds, 1)},
         "rewards": rewards,
     }
-    (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    report = write_report(options.out / "report.json", "elastic_grpo", **figures)
     draw(options.out / "reward.png", *curves)
     print(json.dumps({key: value for key, value in report.items() if key != "rewards"}, indent=1))
     sys.exit(0 if report["identical"] and len(disturbed) == STEPS else 1)
@@ -78,7 +77,11 @@ class Attempt:
 
     def run(self, kill_after: int | None) -> None:
         """Run to the last step, or until a rank is killed after a step."""
-        processes = start_ranks(self.folder, self.number)
+        logs = self.folder / f"attempt-{self.number}"
+        logs.mkdir(parents=True)
+        command = [sys.executable, "-m", "benchmarks.elastic_grpo", "--rank", str(self.folder), str(self.number)]
+        variables = {"TRAINIUM_REQUESTED_WORLD_SIZE": str(RANKS), "ACCELERATE_USE_CPU": "true"}
+        processes = start_ranks(command, RANKS, logs, variables)
         try:
             if kill_after is None:
                 for process in processes:
@@ -103,7 +106,7 @@ class Attempt:
     def read_answers(self) -> Answers:
         """Return the answers of each step for which all ranks recorded theirs."""
         answers: Answers = {}
-        for path in self.folder.glob(f"answers-{self.number}-*.jsonl"):
+        for path in self.folder.glob(f"attempt-{self.number}/answers-*.jsonl"):
             for line in path.read_text().splitlines(keepends=True):
                 if line.endswith("\n"):
                     record = json.loads(line)
@@ -123,36 +126,16 @@ def run(folder: Path, kills: tuple[int, ...]) -> tuple[Answers, list[int], float
     return answers, repeated, time.monotonic() - started
 
 
-def start_ranks(folder: Path, attempt: int) -> list[subprocess.Popen[bytes]]:
-    """Start all ranks of an attempt, each with the memory folder of its node."""
-    port, processes = reserve_port(), []
-    for rank in range(RANKS):
-        memory = folder / f"node-{rank}"
-        (memory / "progress").mkdir(parents=True, exist_ok=True)
-        variables = os.environ | build_rank_environment(rank, RANKS, port)
-        variables |= {
-            "TRAINIUM_RUN_ID": "run",
-            "TRAINIUM_ATTEMPT": str(attempt),
-            "TRAINIUM_GENERATION": "1",
-            "TRAINIUM_MEMORY_DIR": str(memory.absolute()),
-            "TRAINIUM_PROGRESS_FILE": str((memory / "progress" / "g1-r0").absolute()),
-            "TRAINIUM_REQUESTED_WORLD_SIZE": str(RANKS),
-            "ACCELERATE_USE_CPU": "true",
-        }
-        command = [sys.executable, "-m", "benchmarks.elastic_grpo", "--rank", str(folder)]
-        with (folder / f"rank-{rank}-{attempt}.log").open("w") as log:
-            processes.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
-    return processes
-
-
 def compute_reward(prompt: str, answer: str) -> float:
     """Return the share of tokens that follow the rule."""
     numbers = [int(word) for word in f"{prompt} {answer}".split()]
     return sum((before + 1) % NUMBERS == after for before, after in itertools.pairwise(numbers)) / TOKENS
 
 
-def train(folder: Path) -> None:
+def train(folder: Path, attempt: int) -> None:
     """Run one rank."""
+    rank = int(os.environ["RANK"])
+    os.environ |= build_node_environment(folder, rank, attempt)
     import torch  # noqa: PLC0415 - the ranks import it
     from datasets import Dataset  # noqa: PLC0415 - as above
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - as above
@@ -162,7 +145,7 @@ def train(folder: Path) -> None:
     from trainium_worker.hooks.transformers import elastic  # noqa: PLC0415 - as above
 
     torch.set_num_threads(1)
-    log = (folder / f"answers-{os.environ['TRAINIUM_ATTEMPT']}-{os.environ['RANK']}.jsonl").open("w")
+    log = (folder / f"attempt-{attempt}" / f"answers-{rank}.jsonl").open("w")
 
     def score(prompts: list[str], completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
         rewards = [compute_reward(*pair) for pair in zip(prompts, completions, strict=True)]

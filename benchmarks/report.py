@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet.figures import format_value
+from benchmarks.harness.figures import format_value
 
 Json = dict[str, Any]
 FOLDER = Path(__file__).parent
@@ -121,7 +121,7 @@ def _list_sizes(report: Json) -> Json:
 
 def _format_training_speed(report: Json) -> Json:
     """Return the part on training speed: its conditions and a row for each mode."""
-    machine, goals = report["machine"], report["goals"]
+    machine, software, goals = report["machine"], report["software"], report["goals"]
     rows = []
     for row in report["rows"]:
         cells = [row["mode"], str(row["ranks"])]
@@ -142,8 +142,8 @@ def _format_training_speed(report: Json) -> Json:
         rows.append(cells + [""] * (len(_COLUMNS) - len(cells)))
     conditions = (
         f"{report['date']}, {report['device']}, {machine['cores']} cores ({machine['processor']}), load "
-        f"{machine['load']:.1f}, {machine['threads']} thread(s) for each process, torch {machine['torch']}, the median "
-        f"step of {report['settings']['rounds']} runs{', quick mode' if report['quick'] else ''}."
+        f"{machine['load']:.1f}, {software['threads']} thread(s) for each process, torch {software['torch']}, "
+        f"the median step of {report['settings']['rounds']} runs{', quick mode' if report['quick'] else ''}."
     )
     peers = {name: state.get("missing") or state for name, state in report["peers"].items()}
     return {"conditions": conditions, "peers": peers, "columns": _COLUMNS, "rows": rows}

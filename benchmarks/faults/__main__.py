@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -16,10 +15,10 @@ from benchmarks.faults.environment import NODES, FaultEnvironment, RowSkippedErr
 from benchmarks.faults.leaks import LeakDetector
 from benchmarks.faults.record import ClusterKind, RowResult, RunResult
 from benchmarks.faults.row import ROWS, RequestedRuns, Row
+from benchmarks.harness.conditions import ROOT, read_commit
 from tests.testing.cluster.shared_cluster import open_cluster
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 _STARTED = time.monotonic()
 
 
@@ -140,7 +139,7 @@ def _run_row(env: FaultEnvironment, row: Row, options: argparse.Namespace) -> No
         skipped=skipped,
         duration_seconds=round(previous.duration_seconds + time.monotonic() - started_at, 1),
         requested_runs=_parse_requested_runs(row, options),
-        commits=tuple(sorted({*previous.commits, _read_commit()})),
+        commits=tuple(sorted({*previous.commits, read_commit()})),
     ).save(_find_result_path(row, options))
 
 
@@ -152,11 +151,6 @@ def _format_run(result: RunResult) -> str:
     note = f" ({result.note})" if result.note else ""
     deviations = f" WRONG: {'; '.join(result.deviations)}" if result.deviations else ""
     return f"detect {detection}, recover {recovery}, lost {result.steps_lost}{note}{deviations}"
-
-
-def _read_commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

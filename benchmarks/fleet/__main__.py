@@ -8,14 +8,13 @@ process.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import tempfile
 from pathlib import Path
 
-from benchmarks.fleet.figures import Report
 from benchmarks.fleet.plan import MeasurementPlan
 from benchmarks.fleet.scenario import run_fleet
+from benchmarks.harness.figures import Report, create_parser
 
 SIZES = (128, 1000, 5000)
 QUICK_SIZES = (128, 1000)
@@ -23,9 +22,7 @@ QUICK_SIZES = (128, 1000)
 
 def main() -> None:
     """Measure, print and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="128 and 1,000 nodes only, fewer rounds")
+    parser = create_parser("fleet", __doc__)
     parser.add_argument("--nodes", type=int, nargs="+", help="other numbers of nodes")
     options = parser.parse_args()
     report = Report("fleet", options.quick)

@@ -1,15 +1,14 @@
 """Run the simulated agents of a fleet in one process: one for each Running worker pod, after the command `start`.
 
-Commands come as JSON lines on standard input and get a response on standard output (`AgentsProcess`). Every token is
-requested from the API server, bound to its pod, as a kubelet does; the CA comes from the job's ConfigMap, which a
-worker mounts. Times in responses are of the machine's monotonic clock.
+Commands come over a control socket (`AgentsProcess`). Every token is requested from the API server, bound to its pod,
+as a kubelet does; the CA comes from the job's ConfigMap, which a worker mounts. Times in responses are of the
+machine's monotonic clock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import ssl
@@ -22,7 +21,10 @@ from benchmarks.fleet.kube import PodWatch, create_admin_client
 from trainium_contract.api_server.errors import ApiError
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, TOKEN_AUDIENCE
+from trainium_devcluster import control_socket
 from trainium_devcluster.cluster import Cluster
+from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.state import shorten_socket_path
 from trainium_operator.memory import freeze_gc
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ _TOKENS_IN_FLIGHT = 16
 _SETTLE_SECONDS = 2.0
 """Time for delayed work to complete after a garbage collection."""
 _RESPONSE_SECONDS = 30.0
+_START_POLL_SECONDS = 0.05
 _ROOT = Path(__file__).parents[2]
 
 
@@ -85,10 +88,8 @@ class Agents:
                 pop_latencies(self._shared)
             case "latency":
                 return pop_latencies(self._shared)
-            case "state":
-                return self._summarize_state()
             case other:
-                raise ValueError(f"no command {other!r}")
+                raise ClusterError(f"The agents know no command {other!r}.")
         return {}
 
     async def _start(self) -> None:
@@ -192,14 +193,17 @@ class Agents:
         return sum(map(predicate, self._agents.values()))
 
     async def _wait_until(self, condition: Callable[[], bool], command: Command) -> None:
-        async with asyncio.timeout(float(command["seconds"])):
-            while not condition():
-                self._changed.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(0.2):
-                        await self._changed.wait()
-                # Check a waiting command every few milliseconds, not after each of a thousand changes.
-                await asyncio.sleep(0.005)
+        try:
+            async with asyncio.timeout(float(command["seconds"])):
+                while not condition():
+                    self._changed.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.2):
+                            await self._changed.wait()
+                    # Check a waiting command every few milliseconds, not after each of a thousand changes.
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            raise ClusterError(f"not in time: {command}; {self._summarize_state()}") from None
 
 
 def pop_latencies(job: JobState) -> Command:
@@ -222,41 +226,35 @@ def _print_exception(task: asyncio.Task[None]) -> None:
         print(f"   an agent ended: {error!r}", file=sys.stderr, flush=True)
 
 
-class AgentsError(Exception):
-    """A command failed."""
-
-
 class AgentsProcess:
     """Controls the process with the agents of a job, which ends with the `async with` block."""
 
     def __init__(self, cluster: Cluster, job: str, *, addresses: Sequence[tuple[str, int]], name: str) -> None:
+        self._socket = shorten_socket_path(cluster.paths.root / "agents.sock")
         self._options = {"cluster": cluster.name, "job": job, "addresses": list(addresses), "name": name}
         self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._numbers = itertools.count()
-        self._responses: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def __aenter__(self) -> Self:
+        self._socket.unlink(missing_ok=True)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "benchmarks.fleet.agents_process",
-            json.dumps(self._options),
+            json.dumps(self._options | {"socket": str(self._socket)}),
             stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(_ROOT)},
         )
-        self._reader = asyncio.create_task(self._read())
+        while not control_socket.accepts_requests(self._socket):
+            if self._process.returncode is not None:
+                raise ClusterError(f"the agents' process ended with {self._process.returncode}")
+            await asyncio.sleep(_START_POLL_SECONDS)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._process is not None
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
         await self._process.wait()
-        if self._reader is not None:
-            self._reader.cancel()
 
     @property
     def pid(self) -> int:
@@ -265,61 +263,22 @@ class AgentsProcess:
         return self._process.pid
 
     async def request(self, op: str, *, seconds: float = 60.0, **fields: Any) -> dict[str, Any]:
-        """Send a command and return its response; raise AgentsError if it failed."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        number = next(self._numbers)
-        response: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._responses[number] = response
-        command = {"id": number, "op": op, "seconds": seconds, **fields}
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        try:
-            async with asyncio.timeout(seconds + _RESPONSE_SECONDS):
-                result = await response
-        finally:
-            del self._responses[number]
-        if "error" in result:
-            raise AgentsError(f"{op} {fields}: {result['error']} {result.get('state', '')}")
-        return result
-
-    async def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            result = json.loads(line)
-            response = self._responses.get(result.pop("id"))
-            if response is not None and not response.done():
-                response.set_result(result)
-        for response in self._responses.values():
-            if not response.done():
-                response.set_result({"error": "the agents' process ended"})
+        """Send a command and return its response; raises ClusterError if it failed."""
+        command = {"op": op, "seconds": seconds, **fields}
+        return await asyncio.to_thread(control_socket.request, self._socket, command, seconds + _RESPONSE_SECONDS)
 
 
 async def _serve(options: Command) -> None:
+    """Execute commands until standard input ends, with the benchmark that started this process."""
     cluster = Cluster.connect(options["cluster"])
     async with create_admin_client(cluster) as kube:
         addresses = [(ip, int(port)) for ip, port in options["addresses"]]
         agents = Agents(kube, options["job"], addresses, options["name"])
         pod_watch = asyncio.create_task(agents.run())
-        reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        pending: set[asyncio.Task[None]] = set()
-        async for line in reader:
-            command = json.loads(line)
-            task = asyncio.create_task(_execute(agents, command))
-            pending.add(task)
-            task.add_done_callback(pending.discard)
+        server = await control_socket.serve(Path(options["socket"]), agents.execute)
+        await asyncio.to_thread(sys.stdin.read)
+        server.close()
         pod_watch.cancel()
-
-
-async def _execute(agents: Agents, command: Command) -> None:
-    try:
-        response = await agents.execute(command)
-    except Exception as error:  # noqa: BLE001 - reported to the caller
-        state = agents.execute({"op": "state"})
-        response = {"error": f"{type(error).__name__}: {error}", "state": await state}
-    sys.stdout.write(json.dumps({"id": command["id"], **response}) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ lowest priority then, because in a cluster they run on other machines.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -17,16 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.fleet.agents_process import AgentsProcess
-from benchmarks.fleet.figures import Report
 from benchmarks.fleet.job import JOBS, NAME, build_training_job, read_status, wait_for_status
 from benchmarks.fleet.kube import PodWatch, create_admin_client, delete
 from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
 from benchmarks.fleet.scenario import log, start_cluster
+from benchmarks.harness.figures import Report, create_parser
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.ports import reserve_port
 from trainium_devcluster.processes.process_tree import list_tree
 
 if TYPE_CHECKING:
+    import argparse
+
     from benchmarks.fleet.operator_process import OperatorProcess
     from trainium_devcluster.cluster import Cluster
     from trainium_devcluster.node.api.client import Api
@@ -58,7 +59,6 @@ class CoordinatorRun:
             PodWatch(self._kube, f"{LABEL_JOB}={NAME}") as watch,
             AgentsProcess(self._cluster, NAME, addresses=addresses, name=SERVER_NAME) as agents,
         ):
-            await agents.request("state")
             await self._kube.create(JOBS, build_training_job(self._count, spares=1))
             await watch.wait_until_running(self._count + 1, TIMEOUT_SECONDS)
             _lower_priority(self._cluster)
@@ -171,9 +171,7 @@ def _lower_priority(cluster: Cluster) -> None:
 
 def main() -> None:
     """Measure, print and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="shorter")
+    parser = create_parser("coordinator", __doc__)
     parser.add_argument("--agents", type=int, default=AGENTS)
     options = parser.parse_args()
     report = Report("coordinator", options.quick)

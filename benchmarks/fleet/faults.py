@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from benchmarks.fleet.agents_process import AgentsProcess
-    from benchmarks.fleet.figures import Report
     from benchmarks.fleet.kube import Json, PodWatch
     from benchmarks.fleet.operator_process import OperatorProcess
     from benchmarks.fleet.plan import MeasurementPlan
+    from benchmarks.harness.figures import Report
     from trainium_devcluster.cluster import Cluster
     from trainium_devcluster.node.api.client import Api
 

@@ -199,9 +199,3 @@ class OperatorProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
         await self._process.wait()
-
-
-def describe_machine() -> dict[str, Any]:
-    """Describe the machine that the figures were measured on."""
-    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return {"cores": os.cpu_count(), "processor": model[1] if model else "unknown", "load": os.getloadavg()[0]}

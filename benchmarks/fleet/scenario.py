@@ -22,9 +22,9 @@ from trainium_operator.plan.model.names import LAYERS
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from benchmarks.fleet.figures import Report
     from benchmarks.fleet.operator_process import OperatorProcess
     from benchmarks.fleet.plan import MeasurementPlan
+    from benchmarks.harness.figures import Report
     from trainium_devcluster.node.api.client import Api
 
 RATIO_GOAL = 1.15
@@ -110,7 +110,6 @@ class FleetRun:
             if last and self.plan.agents:
                 agents = AgentsProcess(self.cluster, NAME, addresses=[(operator.host, operator.port)], name=SERVER_NAME)
                 await stack.enter_async_context(agents)
-                await agents.request("state")
             await self._measure_start(operator, watch)
             if agents is not None:
                 await self._measure_training(operator, watch, agents)

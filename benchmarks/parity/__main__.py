@@ -20,6 +20,8 @@ import peft
 import torch
 import transformers
 
+from benchmarks.harness.conditions import ROOT, read_versions
+from benchmarks.harness.ranks import RunFailedError
 from benchmarks.parity import document, inputs, preferences, reference, tuned
 from benchmarks.parity.rows import (
     ADAPTER_TOLERANCE,
@@ -35,7 +37,6 @@ from benchmarks.parity.rows import (
     write_config,
 )
 from benchmarks.parity.trainer_runs import compare_curves, export_newest, run_trainer
-from benchmarks.ranks import RunFailedError
 from trainium_trainer.configuration import config as configuration
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.config import TrainingConfig
 
-ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("results.json")
 _REPORT_GROUPS = {
     "settings": "pretraining",
@@ -71,7 +71,7 @@ def main() -> int:
     if not rows:
         _print(f"No row has {options.rows!r} in its name; there are {', '.join(row.name for row in all_rows)}.")
         return 64
-    trl = preferences.read_trl_version(options.peer_python)
+    trl = read_versions(options.peer_python, "trl").get("trl")
     if trl is None and any(row.settings in SETTINGS["preferences"] for row in rows):
         _print(f"Preferences are not compared: trl is not installed beside {options.peer_python} (--peer-python).")
         rows = [row for row in rows if row.settings not in SETTINGS["preferences"]]

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from benchmarks.harness.ranks import RunFailedError
 from benchmarks.parity.reference import build_shape, compute_learning_rate, compute_logits, iterate_micro_batches
 from benchmarks.parity.tuned import TuningResult
 from benchmarks.parity.tuned_reference import TunedReference, load_base, strip_peft_prefixes
-from benchmarks.ranks import RunFailedError
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.tuning.apply import draw_initial_adapter
 from trainium_trainer.tuning.trainable import select_trainable
@@ -33,13 +33,6 @@ if TYPE_CHECKING:
 PEER = Path(__file__).with_name("preference_peer.py")
 _SPECIAL_TOKEN = 0
 """Id of the token that the peer, which gets ids only, uses as its special tokens."""
-
-
-def read_trl_version(python: str) -> str | None:
-    """Return the version of trl in an interpreter's environment; None if it is not installed."""
-    code = "import importlib.metadata as m; print(m.version('trl'))"
-    output = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    return output.stdout.strip() or None
 
 
 def write_task(config: TrainingConfig, folder: Path) -> dict[str, Any]:

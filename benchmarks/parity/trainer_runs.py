@@ -1,15 +1,13 @@
-"""Run the trainer as users do (one process per rank, a YAML file, `--set`), and read its results."""
+"""Run the trainer, and read its results."""
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 
-from benchmarks.ranks import run_ranks
+from benchmarks.harness import ranks as harness_ranks
 from trainium_contract.trainer.artifacts import ArtifactPrecision
-from trainium_devcluster.jobs.metrics import read_steps
 from trainium_trainer.artifacts.export import export
 from trainium_trainer.models.llama import Llama
 
@@ -23,11 +21,8 @@ if TYPE_CHECKING:
 def run_trainer(config: Path, overrides: Sequence[str], *, ranks: int, folder: Path) -> list[float]:
     """Train with `ranks` processes below `folder` and return the loss of every step. Raises RunFailedError."""
     folder.mkdir(parents=True)
-    argv = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(config)]
-    for override in (*overrides, f"checkpoint.path={folder / 'run'}"):
-        argv += ["--set", override]
-    run_ranks(argv, ranks, folder)
-    return [record["loss"] for record in read_steps(folder / "run" / "metrics.jsonl").values() if "loss" in record]
+    records, _ = harness_ranks.run_trainer(config, overrides, ranks=ranks, folder=folder)
+    return [record["loss"] for record in records]
 
 
 def compare_curves(losses: list[float], reference: list[float]) -> dict[str, Any]:

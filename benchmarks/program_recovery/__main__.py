@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from benchmarks.harness.launchers import running_jobset
 from benchmarks.program_recovery import document
 from benchmarks.program_recovery.costs import FaultCost, RunCost, Runs, read_report, write_report
 from benchmarks.program_recovery.launchers import (
@@ -26,7 +27,6 @@ from benchmarks.program_recovery.launchers import (
     TorchrunLauncher,
     TrainingJobLauncher,
     install_script,
-    running_jobset,
 )
 from benchmarks.program_recovery.programs import FAULTS, PROGRAMS, ProgramLauncher, install_programs
 from benchmarks.program_recovery.recovery import Recovery

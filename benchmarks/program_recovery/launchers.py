@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import yaml
-
+from benchmarks.harness import launchers
 from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.demos.frame import OPERATOR_NAMESPACE
 from trainium_devcluster.demos.session import NAMESPACE
 from trainium_devcluster.errors import ClusterError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from trainium_devcluster.demos.frame import Demo
-    from trainium_devcluster.program import ProgramDemo
+from trainium_devcluster.program import ProgramDemo
 
 SCRIPT = Path(__file__).with_name("sft.py")
 RECORDER = Path(__file__).parents[2] / "devcluster/trainium_devcluster/demos/recorded_program.py"
@@ -32,18 +23,11 @@ _RANK_PATTERN = f"-u /src/{RECORDER.name}"
 """Matches the rank that torchrun starts, and not torchrun."""
 
 
-class Launcher(ABC):
+class Launcher(launchers.Launcher[ProgramDemo]):
     """A way to start the script on several nodes."""
 
-    title: str
-    """Heading of its column."""
     first_fault = 210
     """Step of the first fault: in the second epoch."""
-
-    def __init__(self, demo: ProgramDemo, name: str) -> None:
-        self.demo = demo
-        self.name = name
-        self.folder = demo.out / "checkpoints" / name
 
     @abstractmethod
     def start(self, size: int) -> None:
@@ -57,21 +41,16 @@ class Launcher(ABC):
     def resize(self, size: int) -> None:
         """Change the number of nodes as a user would."""
 
-    @abstractmethod
-    def stop(self) -> None:
-        """Delete everything, and wait until it is gone."""
-
     def kill_rank(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to the second rank."""
-        pod = self.find_pod()["metadata"]["name"]
-        self.demo.cluster.faults.kill_container(NAMESPACE, pod, signal=number, match=_RANK_PATTERN)
+        self.kill_process(self.find_pod(), number, match=_RANK_PATTERN)
 
     def kill_operator(self) -> None:
         """Send SIGKILL to the operator."""
-        text = self.demo.cluster.kubectl("get", "pods", "-n", OPERATOR_NAMESPACE, "-o", "name")
-        self.demo.cluster.faults.kill_container(OPERATOR_NAMESPACE, text.split()[0].removeprefix("pod/"))
+        pods = self.demo.cluster.api.get(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods")["items"]
+        self.demo.cluster.faults.kill_container(OPERATOR_NAMESPACE, pods[0]["metadata"]["name"])
 
-    def check(self) -> None:  # noqa: B027 - peers start again without end
+    def check(self) -> None:
         """Raise ClusterError if the training has failed."""
 
     def describe(self) -> str:
@@ -88,23 +67,8 @@ class Launcher(ABC):
         self.demo.cluster.faults.kill_node(node)
         return node
 
-    def apply(self, *objects: Mapping[str, Any]) -> None:
-        """Apply objects to the namespace."""
-        self.demo.cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump_all(objects))
-
-    def delete(self, *objects: str) -> None:
-        """Delete objects, and wait until their pods are gone."""
-        options = ("--cascade=foreground", "--ignore-not-found")
-        self.demo.cluster.kubectl("delete", *objects, "-n", NAMESPACE, *options, timeout=120)
-
-    def list_pods(self, selector: str) -> list[dict[str, Any]]:
-        """Return the pods that run, oldest first."""
-        text = self.demo.cluster.kubectl("get", "pods", "-n", NAMESPACE, "-l", selector, "-o", "json")
-        pods = [pod for pod in json.loads(text)["items"] if pod["status"].get("phase") == "Running"]
-        return sorted(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
-
-    def build_pod(self, command: str, restart_policy: str, arguments: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return the spec of a pod that runs a shell command, with the script's arguments in `$@`."""
+    def build_pod(self, command: str, *arguments: str) -> dict[str, Any]:
+        """Return the spec of a pod that runs torchrun with these options, and the script with more arguments."""
         job = self.demo.create_manifest(self.name)
         spec = job["spec"]["workers"]["template"]["spec"]
         worker, program = spec["containers"][0], job["spec"]["program"]
@@ -119,7 +83,7 @@ class Launcher(ABC):
         }
         volume = {"name": "checkpoints", "hostPath": {"path": str(self.demo.out / "checkpoints")}}
         source = {"name": "source", "configMap": {"name": "peer-sft"}}
-        return {"restartPolicy": restart_policy, "containers": [worker], "volumes": [source, volume]}
+        return {"containers": [worker], "volumes": [source, volume]}
 
 
 class TrainingJobLauncher(Launcher):
@@ -171,10 +135,8 @@ class TrainingJobLauncher(Launcher):
         self.delete(f"trainingjob/{self.name}")
 
 
-class JobSetLauncher(Launcher):
+class JobSetLauncher(launchers.JobSetLauncher[ProgramDemo], Launcher):
     """A JobSet that recreates all pods at a failure; at a resize the user deletes it and applies another one."""
-
-    title = "JobSet, restart all"
 
     def start(self, size: int) -> None:
         """Start the script."""
@@ -183,38 +145,17 @@ class JobSetLauncher(Launcher):
             f"--nnodes={size} --nproc-per-node=1 --node-rank=$JOB_COMPLETION_INDEX "
             f"--master-addr={self.name}-workers-0-0.{self.name} --master-port={_PORT}"
         )
-        pod = self.build_pod(command, "Never", ("--gradient_accumulation_steps", str(2 * steps)))
-        job = {
-            "parallelism": size,
-            "completions": size,
-            "completionMode": "Indexed",
-            "backoffLimit": 0,
-            "template": {"spec": pod},
-        }
-        spec = {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "successPolicy": {"operator": "All", "targetReplicatedJobs": []},
-            "startupPolicy": {"startupPolicyOrder": "AnyOrder"},
-            "failurePolicy": {"maxRestarts": 20},
-            "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": job}}],
-        }
-        meta = {"name": self.name, "namespace": NAMESPACE}
-        self.apply({"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": meta, "spec": spec})
+        pod = self.build_pod(command, "--gradient_accumulation_steps", str(2 * steps))
+        self.apply_jobset({"workers": (1, size, pod)})
 
     def find_pod(self) -> dict[str, Any]:
         """Return the pod of the second rank."""
-        index = "batch.kubernetes.io/job-completion-index"
-        name = f"jobset.sigs.k8s.io/jobset-name={self.name}"
-        return self.list_pods(f"{name},{index}=1")[-1]
+        return self.find_running_pod(self.select("workers", index=1))
 
     def resize(self, size: int) -> None:
         """Change the number of nodes."""
         self.stop()
         self.start(size)
-
-    def stop(self) -> None:
-        """Delete everything."""
-        self.delete(f"jobset/{self.name}")
 
 
 class TorchrunLauncher(Launcher):
@@ -241,13 +182,13 @@ class TorchrunLauncher(Launcher):
             "serviceName": self.name,
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": self.build_pod(command, "Always")},
+            "template": {"metadata": {"labels": labels}, "spec": self.build_pod(command)},
         }
         self.apply(service, {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": meta, "spec": spec})
 
     def find_pod(self) -> dict[str, Any]:
         """Return the pod of the second rank."""
-        return self.list_pods(f"app={self.name}")[-1]
+        return self.find_running_pod(f"app={self.name}")
 
     def resize(self, size: int) -> None:
         """Change the number of nodes."""
@@ -262,29 +203,3 @@ def install_script(demo: ProgramDemo) -> None:
     """Create the peers' script."""
     files = [f"--from-file=sft.py={SCRIPT}", f"--from-file={RECORDER}"]
     demo.cluster.kubectl("create", "configmap", "peer-sft", *files, "-n", NAMESPACE)
-
-
-@contextlib.contextmanager
-def running_jobset(demo: Demo, command: str | None) -> Iterator[None]:
-    """Run the command that installs JobSet and runs its controller, if there is one, within the context."""
-    if command is None:
-        yield
-        return
-    log = (demo.out / "jobset.log").open("wb")
-    controller = subprocess.Popen(
-        command,
-        shell=True,
-        env=os.environ | demo.cluster.list_variables(),
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 60
-    while "jobsets" not in demo.cluster.kubectl("api-resources", "-o", "name") and time.monotonic() < deadline:
-        time.sleep(0.5)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(controller.pid, signal.SIGTERM)
-        controller.wait()

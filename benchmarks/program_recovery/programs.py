@@ -149,8 +149,7 @@ class ProgramLauncher(TrainingJobLauncher):
         if self.program.arguments:
             super().kill_rank(number)
         else:  # the agent has the record of its steps
-            pod = self.find_pod()["metadata"]["name"]
-            self.demo.cluster.faults.kill_container(NAMESPACE, pod, signal=number, match="count /checkpoints")
+            self.kill_process(self.find_pod(), number, match="count /checkpoints")
 
 
 def read_loops() -> dict[str, str]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.program_recovery.costs import FaultCost, RunCost
 from trainium_contract.api_server.errors import ClientError
-from trainium_devcluster.demos.ledger import Ledger, read_ledger
 from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.jobs.ledger import Ledger, read_ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable

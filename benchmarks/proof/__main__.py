@@ -9,21 +9,19 @@ A point counts if a rank was killed there. A trial that fails keeps its folder (
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.harness.conditions import ROOT, write_report
 from benchmarks.proof.document import render_section, replace_section, summarize
 from benchmarks.proof.runner import Runner
 from benchmarks.proof.suites import PRETRAINING, SUITES, draw_trial
 
 if TYPE_CHECKING:
     from benchmarks.proof.checks import TrialResult
-
-ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
@@ -54,8 +52,7 @@ def main() -> int:
             _log(results[-1], sum(result.killed for result in results), points)
     report = summarize(results, suite, options.seed, time.time() - started_at)
     file = options.json or ROOT / "out/bench" / f"recovery_proof{'' if suite is PRETRAINING else f'_{suite.name}'}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(report, indent=2) + "\n")
+    write_report(file, "recovery_proof", **report)
     section = render_section(report, suite)
     if options.document:
         previous = options.document.read_text() if options.document.exists() else ""

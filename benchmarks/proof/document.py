@@ -34,7 +34,6 @@ def summarize(results: Sequence[TrialResult], suite: Suite, seed: int, seconds: 
                 }
             )
     return {
-        "benchmark": "recovery_proof",
         "suite": suite.name,
         "firstSeed": seed,
         "trials": len(results),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 import yaml
 
+from benchmarks.harness.ranks import THREAD_VARIABLES, build_rank_environment
 from benchmarks.proof import artifact_checks
 from benchmarks.proof.checks import (
     AttemptResult,
@@ -26,7 +27,6 @@ from benchmarks.proof.forked_rank import run_rank
 from benchmarks.proof.inputs import Inputs
 from benchmarks.proof.kill_points import ARTIFACTS, VARIABLE
 from benchmarks.proof.suites import Attempt, Layout
-from benchmarks.ranks import THREAD_VARIABLES, build_rank_environment
 from trainium_devcluster.ports import reserve_port
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.storage.posix import PosixStorage

@@ -10,20 +10,19 @@ seconds while a rank is killed twice, a node is lost, and both the workers and t
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import random
 import statistics
 import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 import typer
 from rich.table import Table
 
-from benchmarks.program_recovery.launchers import running_jobset
+from benchmarks.harness.conditions import write_report
+from benchmarks.harness.launchers import running_jobset, wait_for
 from benchmarks.rollouts.launchers import (
     SERVERS,
     JobSetLauncher,
@@ -33,15 +32,19 @@ from benchmarks.rollouts.launchers import (
     Training,
     TrainingJobLauncher,
 )
-from benchmarks.rollouts.rewards import RewardLog, compute_max_difference, count_updates, read_rewards, smooth_curve
+from benchmarks.rollouts.rewards import (
+    compute_max_difference,
+    compute_reward_curve,
+    count_updates,
+    list_unequal_repetitions,
+    read_rewards,
+    smooth_curve,
+)
 from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.demos.curves import format_fault_table
-from trainium_devcluster.demos.session import NAMESPACE, DemoSession, Name, Out, Outcome
+from trainium_devcluster.demos.session import DemoSession, Name, Out, Outcome
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.node.api.objects import is_ready
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 STEPS = 400
 SEEDS = (0, 1, 2)
@@ -112,34 +115,33 @@ class ServerKiller:
             try:
                 pods = [pod for pod in self.launcher.list_servers() if is_ready(pod)]
                 if pods:
-                    self._kill(self._chance.choice(pods)["metadata"]["name"])
+                    self._kill(self._chance.choice(pods))
             except (ApiError, ClusterError, OSError):  # it has just ended, or its node is lost
                 continue
 
-    def _kill(self, pod: str) -> None:
+    def _kill(self, pod: dict[str, Any]) -> None:
         kind = self._chance.choice(["SIGKILL", "deleted"])
         if kind == "SIGKILL":
-            self.launcher.demo.kill_pod(pod)
+            self.launcher.kill_process(pod)
         else:
-            path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}"
-            self.launcher.demo.cluster.api.delete(path, {"gracePeriodSeconds": 0})
+            self.launcher.run.delete_pod(pod["metadata"]["name"], force=True)
         self.killed.append((time.time(), kind))
 
 
-def run_undisturbed(demo: RolloutDemo, training: Training) -> RewardLog:
-    """Run without faults; return its log."""
+def run_undisturbed(demo: RolloutDemo, training: Training) -> dict[int, float]:
+    """Run without faults; return the mean reward of each step."""
     launcher = TrainingJobLauncher(demo, training)
     launcher.start()
     launcher.run.wait_for_phase("Completed", _RUN_SECONDS)
     launcher.stop()
-    return read_rewards(launcher.folder)
+    return compute_reward_curve(read_rewards(launcher.folder))
 
 
 def measure_noise(demo: RolloutDemo) -> tuple[Noise, dict[int, float]]:
     """Run without faults several times; return the noise, and the curve to compare with."""
-    curves = [run_undisturbed(demo, Training(f"seed-{seed}", STEPS, seed)).compute_curve() for seed in SEEDS]
-    again = run_undisturbed(demo, Training("again", STEPS)).compute_curve()
-    one_rank = run_undisturbed(demo, Training("one-rank", STEPS, ranks=1)).compute_curve()
+    curves = [run_undisturbed(demo, Training(f"seed-{seed}", STEPS, seed)) for seed in SEEDS]
+    again = run_undisturbed(demo, Training("again", STEPS))
+    one_rank = run_undisturbed(demo, Training("one-rank", STEPS, ranks=1))
     first, smoothed = curves[0], [smooth_curve(curve) for curve in curves]
     noise = Noise(
         same_run_again=compute_max_difference(list(first.values()), list(again.values())),
@@ -160,8 +162,8 @@ def run_disturbed(demo: RolloutDemo, reference: dict[int, float], seed: int) -> 
     with ServerKiller(launcher, seed) as killer:
         demo.inject_faults(run)
         status = run.wait_for_phase("Completed", _RUN_SECONDS)
-    log = read_rewards(launcher.folder)
-    curve, steps = log.compute_curve(), set(range(1, STEPS + 1))
+    ledger = read_rewards(launcher.folder)
+    curve, steps = compute_reward_curve(ledger), set(range(1, STEPS + 1))
     resized = min(fault.step for fault in demo.faults if fault.kind.startswith("resize"))
     alike = [step for step in range(1, resized + 1) if step in curve]
     waited = (status.get("goodput") or {}).get("lostSeconds") or {}
@@ -173,7 +175,7 @@ def run_disturbed(demo: RolloutDemo, reference: dict[int, float], seed: int) -> 
         generations=int(status["membership"]["generation"]),
         steps_missing=len(steps - curve.keys()),
         updates_too_many=count_updates(launcher.folder, STEPS) - STEPS,
-        unequal_repetitions=tuple(log.list_unequal_repetitions()),
+        unequal_repetitions=tuple(list_unequal_repetitions(ledger)),
         difference_before_resize=compute_max_difference(
             [curve[step] for step in alike], [reference[step] for step in alike]
         ),
@@ -184,7 +186,7 @@ def run_disturbed(demo: RolloutDemo, reference: dict[int, float], seed: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class FaultCost:
+class KillCost:
     """Cost of one kill."""
 
     kind: str
@@ -197,53 +199,64 @@ class FaultCost:
 
 
 @dataclass(frozen=True, slots=True)
-class RunCost:
+class LauncherCost:
     """Cost of the kills of a launcher."""
 
     title: str
     step_seconds: float
     """Median time between two steps before the first kill."""
-    faults: tuple[FaultCost, ...]
+    faults: tuple[KillCost, ...]
 
 
-def measure_kills(launcher: Launcher) -> RunCost:
+def measure_kills(launcher: Launcher) -> LauncherCost:
     """Kill servers and ranks in turn, each after the recovery from the last kill."""
     launcher.start()
-    _wait(lambda: read_rewards(launcher.folder).newest >= _STEPS_BETWEEN and _count_ready(launcher) == SERVERS, "start")
-    times = [record["time"] for record in read_rewards(launcher.folder).records]
+    wait_for(
+        "the start",
+        lambda: read_rewards(launcher.folder).newest_step >= _STEPS_BETWEEN and _count_ready(launcher) == SERVERS,
+        _WAIT_SECONDS,
+    )
+    times = [item.ended_at for item in read_rewards(launcher.folder).computations.values()]
     step_seconds = statistics.median(after - before for before, after in itertools.pairwise(times))
     faults = []
     for _ in range(_KILLS):
         faults += [_measure_kill(launcher, kind) for kind in ("killed server", "killed rank")]
     launcher.stop()
-    return RunCost(launcher.title, step_seconds, tuple(faults))
+    return LauncherCost(launcher.title, step_seconds, tuple(faults))
 
 
-def _measure_kill(launcher: Launcher, kind: str) -> FaultCost:
+def _measure_kill(launcher: Launcher, kind: str) -> KillCost:
     servers = [pod for pod in launcher.list_servers() if is_ready(pod)]
     before = {pod["metadata"]["uid"] for pod in servers}
     if kind == "killed rank":
         launcher.kill_rank()
     else:
-        launcher.demo.kill_pod(servers[0]["metadata"]["name"])
+        launcher.kill_process(servers[0])
     moment = time.time()
-    newest = read_rewards(launcher.folder).newest
+    newest = read_rewards(launcher.folder).newest_step
 
     restarts = kind == "killed rank" or launcher.restarts_all
 
     def is_whole() -> bool:
-        log = read_rewards(launcher.folder)
-        is_training = log.newest > newest + 2 and (log.has_restarted(moment) or not restarts)
+        ledger = read_rewards(launcher.folder)
+        has_restarted = ledger.find_first_new_step(moment) is not None
+        is_training = ledger.newest_step > newest + 2 and (has_restarted or not restarts)
         return is_training and _count_ready(launcher, kind == "killed server", before) == SERVERS
 
-    _wait(is_whole, f"the recovery from {kind}")
+    wait_for(f"the recovery from {kind}", is_whole, _WAIT_SECONDS)
     whole = time.time()
-    steps = read_rewards(launcher.folder).newest
-    _wait(lambda: read_rewards(launcher.folder).newest >= steps + _STEPS_BETWEEN, "further steps")
-    log = read_rewards(launcher.folder)
+    steps = read_rewards(launcher.folder).newest_step
+    wait_for(
+        "further steps", lambda: read_rewards(launcher.folder).newest_step >= steps + _STEPS_BETWEEN, _WAIT_SECONDS
+    )
+    ledger = read_rewards(launcher.folder)
     after = {pod["metadata"]["uid"] for pod in launcher.list_servers()}
-    cost = FaultCost(
-        kind, log.find_longest_pause(moment - 1), log.count_recomputed(moment), whole - moment, len(before - after)
+    cost = KillCost(
+        kind,
+        ledger.find_longest_pause(moment - 1),
+        ledger.count_recomputed(moment),
+        whole - moment,
+        len(before - after),
     )
     launcher.demo.view.log(f"{launcher.title}: {cost}")
     return cost
@@ -253,14 +266,6 @@ def _count_ready(launcher: Launcher, is_one_new: bool = False, before: set[str] 
     """Return the number of ready servers; 0 while none of them is new, if one must be."""
     ready = {pod["metadata"]["uid"] for pod in launcher.list_servers() if is_ready(pod)}
     return 0 if is_one_new and not ready - (before or set()) else len(ready)
-
-
-def _wait(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise ClusterError(f"{what} did not come within {_WAIT_SECONDS:.0f} s")
-        time.sleep(0.1)
 
 
 def rollouts(
@@ -276,7 +281,7 @@ def rollouts(
 
 
 def _run(session: DemoSession, jobset: str | None, seed: int, parts: list[str]) -> Outcome:
-    outcome = Outcome(report={"benchmark": "rollouts"})
+    outcome = Outcome()
     with session.run_cluster() as cluster:
         demo = RolloutDemo(cluster, session.view, session.out)
         demo.install()
@@ -293,8 +298,7 @@ def _run(session: DemoSession, jobset: str | None, seed: int, parts: list[str]) 
                 costs = [measure_kills(launcher) for launcher in _list_launchers(demo, is_jobset=jobset is not None)]
                 outcome.report["kills"] = [asdict(cost) for cost in costs]
                 outcome.tables.append(_kill_table(costs))
-    outcome.report["load"] = os.getloadavg()[1]
-    (session.out / "report.json").write_text(json.dumps(outcome.report, indent=1) + "\n")
+    write_report(session.out / "report.json", "rollouts", **outcome.report)
     outcome.lines.append(f"report: {session.out / 'report.json'}")
     return outcome
 
@@ -328,7 +332,7 @@ def _format_table(title: str, figures: dict[str, Any]) -> Table:
     return table
 
 
-def _kill_table(costs: list[RunCost]) -> Table:
+def _kill_table(costs: list[LauncherCost]) -> Table:
     table = Table(title="Medians: pause of the training, servers whole again (steps computed again)")
     table.add_column("")
     for cost in costs:
@@ -338,7 +342,7 @@ def _kill_table(costs: list[RunCost]) -> Table:
     return table
 
 
-def _format_kills(faults: list[FaultCost]) -> str:
+def _format_kills(faults: list[KillCost]) -> str:
     pause = statistics.median(fault.pause_seconds for fault in faults)
     whole = statistics.median(fault.whole_seconds for fault in faults)
     recomputed = statistics.median(fault.steps_recomputed for fault in faults)

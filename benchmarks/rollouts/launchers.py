@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import yaml
-
+from benchmarks.harness import launchers
 from trainium_devcluster.demos.frame import Demo, DemoJob
 from trainium_devcluster.demos.session import NAMESPACE, REPOSITORY
-from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.jobs.metrics import StepLog
 
 if TYPE_CHECKING:
@@ -136,29 +134,16 @@ class RolloutDemo(Demo):
         self.cluster.kubectl("patch", "trainingjob", run.name, "-n", NAMESPACE, "--type=json", f"-p={change}")
         self.view.log(f"role rollout scaled to {servers}")
 
-    def list_pods(self, selector: str) -> list[dict[str, Any]]:
-        """Return the pods that are not being deleted, oldest first."""
-        path = f"/api/v1/namespaces/{NAMESPACE}/pods?labelSelector={selector}"
-        pods = [pod for pod in self.cluster.api.get(path)["items"] if "deletionTimestamp" not in pod["metadata"]]
-        return sorted(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
 
-    def kill_pod(self, pod: str) -> None:
-        """Send SIGKILL to the main process of a pod."""
-        self.cluster.faults.kill_container(NAMESPACE, pod)
-
-
-class Launcher(ABC):
+class Launcher(launchers.Launcher[RolloutDemo]):
     """A way to start ranks and servers together."""
 
-    title: str
-    """Heading of its column."""
     restarts_all = False
     """Whether a killed server restarts the ranks too."""
 
     def __init__(self, demo: RolloutDemo, training: Training) -> None:
-        self.demo = demo
+        super().__init__(demo, training.name)
         self.training = training
-        self.folder = demo.out / "checkpoints" / training.name
 
     @abstractmethod
     def start(self) -> None:
@@ -172,15 +157,6 @@ class Launcher(ABC):
     def kill_rank(self) -> None:
         """Send SIGKILL to the second rank."""
 
-    @abstractmethod
-    def stop(self) -> None:
-        """Delete everything, and wait until it is gone."""
-
-    def delete(self, kind: str) -> None:
-        """Delete an object, and wait until its pods are gone."""
-        options = ("--cascade=foreground", "--ignore-not-found")
-        self.demo.cluster.kubectl("delete", kind, self.training.name, "-n", NAMESPACE, *options, timeout=120)
-
 
 class TrainingJobLauncher(Launcher):
     """A TrainingJob with a role."""
@@ -193,7 +169,7 @@ class TrainingJobLauncher(Launcher):
 
     def list_servers(self) -> list[dict[str, Any]]:
         """Return the pods of the role."""
-        return self.demo.list_pods(f"trainium.dev/job-name={self.training.name},trainium.dev/role=rollout")
+        return self.list_pods(f"trainium.dev/job-name={self.name},trainium.dev/role=rollout")
 
     def kill_rank(self) -> None:
         """Send SIGKILL to the last rank."""
@@ -201,20 +177,17 @@ class TrainingJobLauncher(Launcher):
 
     def stop(self) -> None:
         """Delete the job."""
-        self.delete("trainingjob")
+        self.delete(f"trainingjob/{self.name}")
 
 
-class JobSetLauncher(Launcher):
+class JobSetLauncher(launchers.JobSetLauncher[RolloutDemo], Launcher):
     """A JobSet with a Job of both ranks and a Job for each server, and JobSet's default: a failure restarts all."""
 
-    title = "JobSet, restart all"
     restarts_all = True
-    failure_policy: Mapping[str, Any] = {"maxRestarts": 100}
 
     def start(self) -> None:
         """Apply the JobSet."""
-        name = self.training.name
-        folder = f"/checkpoints/{name}"
+        name = self.name
         addresses = ",".join(f"{name}-rollout-{number}-0.{name}:{PORT}" for number in range(SERVERS))
         rank_variables = {
             "WORLD_SIZE": str(RANKS),
@@ -230,7 +203,7 @@ class JobSetLauncher(Launcher):
             "env": [{"name": key, "value": value} for key, value in rank_variables.items()],
             "volumeMounts": [_SOURCE_MOUNT, {"name": "data", "mountPath": "/checkpoints"}],
         }
-        server = self.demo.build_server(folder)
+        server = self.demo.build_server(f"/checkpoints/{name}")
         server["containers"][0] |= {
             "image": trainer["image"],
             "env": [
@@ -240,42 +213,18 @@ class JobSetLauncher(Launcher):
             "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 2},
         }
         ranks = {"containers": [trainer], "volumes": [_SOURCE, self.demo.data_volume]}
-        spec = {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["trainer"]},
-            "failurePolicy": dict(self.failure_policy),
-            "replicatedJobs": [
-                {"name": "rollout", "replicas": SERVERS, "template": {"spec": _build_job_spec(server, 1)}},
-                {"name": "trainer", "replicas": 1, "template": {"spec": _build_job_spec(ranks, RANKS)}},
-            ],
-        }
-        meta = {"name": name, "namespace": NAMESPACE}
-        manifest = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": meta, "spec": spec}
-        path = self.demo.out / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(json.loads(json.dumps(manifest)), sort_keys=False))
-        self.demo.cluster.kubectl("apply", "-f", str(path))
-
-    def _list(self, job: str) -> list[dict[str, Any]]:
-        name = f"jobset.sigs.k8s.io/jobset-name={self.training.name}"
-        return self.demo.list_pods(f"{name},jobset.sigs.k8s.io/replicatedjob-name={job}")
+        # The ranks ignore SIGTERM as first processes of their containers, and would delay a restart by half a minute.
+        end = {"terminationGracePeriodSeconds": 1}
+        jobs = {"rollout": (SERVERS, 1, server | end), "trainer": (1, RANKS, ranks | end)}
+        self.apply_jobset(jobs, completed_by=("trainer",))
 
     def list_servers(self) -> list[dict[str, Any]]:
         """Return the pods of the servers."""
-        return self._list("rollout")
+        return self.list_pods(self.select("rollout"))
 
     def kill_rank(self) -> None:
         """Send SIGKILL to the second rank."""
-        index = "batch.kubernetes.io/job-completion-index"
-        running = [pod for pod in self._list("trainer") if pod["status"].get("phase") == "Running"]
-        pods = [pod for pod in running if pod["metadata"]["labels"][index] == "1"]
-        if not pods:
-            raise ClusterError(f"{self.title} has no second rank that runs.")
-        pod = pods[-1]
-        self.demo.kill_pod(pod["metadata"]["name"])
-
-    def stop(self) -> None:
-        """Delete the JobSet."""
-        self.delete("jobset")
+        self.kill_process(self.find_running_pod(self.select("trainer", index=1)))
 
 
 class JobSetRulesLauncher(JobSetLauncher):
@@ -283,7 +232,7 @@ class JobSetRulesLauncher(JobSetLauncher):
 
     title = "JobSet, RestartJob rules"
     restarts_all = False
-    failure_policy: Mapping[str, Any] = {
+    failure_policy: ClassVar[dict[str, Any]] = {
         "maxRestarts": 100,
         "rules": [
             {
@@ -292,15 +241,4 @@ class JobSetRulesLauncher(JobSetLauncher):
                 "targetReplicatedJobs": ["rollout", "trainer"],
             }
         ],
-    }
-
-
-def _build_job_spec(pod: dict[str, Any], pods: int) -> dict[str, Any]:
-    return {
-        "parallelism": pods,
-        "completions": pods,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        # The ranks ignore SIGTERM as first processes of their containers, and would delay a restart by half a minute.
-        "template": {"spec": {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1, **pod}},
     }

@@ -11,22 +11,19 @@ interpreter of `--peer-python`; if they are missing there, this is reported and 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.ranks import THREAD_VARIABLES, RunFailedError
+from benchmarks.harness.conditions import read_versions, write_report
+from benchmarks.harness.figures import create_parser
+from benchmarks.harness.ranks import THREAD_VARIABLES, RunFailedError
 from benchmarks.training_speed.runs import (
     WARM_STEPS,
     Result,
@@ -37,18 +34,11 @@ from benchmarks.training_speed.runs import (
     write_text,
 )
 
+if TYPE_CHECKING:
+    import argparse
+
 _PEER = "transformers.Trainer"
 _REQUIRED_PACKAGES = ("transformers", "accelerate", "peft", "torch")
-_VERSIONS_PROGRAM = """
-import importlib.metadata, json, sys
-versions = {}
-for name in sys.argv[1:]:
-    try:
-        versions[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-print(json.dumps(versions))
-"""
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"micro_batch_size": 2, "accumulation": 4},
@@ -100,10 +90,11 @@ def main() -> int:
     if unknown:
         print(f"There is no mode {unknown.pop()!r}; there are {', '.join(MODES)}.", file=sys.stderr)
         return 64
-    peer = _check_peer(options.peer_python)
-    if reason := peer.get("missing"):
-        print(f"{_PEER} is not measured: {reason}", flush=True)
-    peer_python = None if "missing" in peer else options.peer_python
+    peer = read_versions(options.peer_python, *_REQUIRED_PACKAGES)
+    if absent := [name for name in _REQUIRED_PACKAGES if name not in peer]:
+        peer["missing"] = f"{' and '.join(absent)} not installed beside the peer"
+        print(f"{_PEER} is not measured: {peer['missing']}", flush=True)
+    peer_python = None if absent else options.peer_python
     base = Task(
         ranks=1,
         device=options.device,
@@ -117,53 +108,29 @@ def main() -> int:
         recompute=False,
         compiled=False,
     )
-    report: dict[str, Any] = {
-        "benchmark": "training_speed",
-        "date": time.strftime("%Y-%m-%d"),
-        "quick": options.quick,
-        "device": options.device,
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "load": os.getloadavg()[0],
-            "threads": THREAD_VARIABLES["OMP_NUM_THREADS"],
-            "torch": torch.__version__,
-        },
-        "settings": {
-            "model": base.model,
-            "length": base.sequence_length,
-            "micro": base.micro_batch_size,
-            "half": base.half,
-        }
-        | {"steps": base.steps, "rounds": options.rounds},
-        "goals": {"speed": SPEED_GOALS[options.device], "memory": MEMORY_GOAL},
-        "peers": {_PEER: peer},
-    }
-    report["rows"] = [
+    rows = [
         _run_mode(mode, replace(base, ranks=ranks, **MODES[mode]), options, peer_python)
         for ranks in options.ranks
         for mode in options.modes.split(",")
         if not (mode == "sharded" and ranks == 1)
     ]
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return int(any("error" in row for row in report["rows"]))
-
-
-def _check_peer(python: str) -> dict[str, str]:
-    """Return the versions of the peer's packages, or under `missing` the reason why it is not measured."""
-    output = subprocess.run(
-        [python, "-c", _VERSIONS_PROGRAM, *_REQUIRED_PACKAGES], capture_output=True, text=True, timeout=120, check=True
+    settings = {"model": base.model, "length": base.sequence_length, "micro": base.micro_batch_size, "half": base.half}
+    write_report(
+        options.json,
+        "training_speed",
+        quick=options.quick,
+        device=options.device,
+        software={"threads": THREAD_VARIABLES["OMP_NUM_THREADS"], "torch": torch.__version__},
+        settings=settings | {"steps": base.steps, "rounds": options.rounds},
+        goals={"speed": SPEED_GOALS[options.device], "memory": MEMORY_GOAL},
+        peers={_PEER: peer},
+        rows=rows,
     )
-    versions: dict[str, str] = json.loads(output.stdout)
-    absent = [name for name in _REQUIRED_PACKAGES if name not in versions]
-    return versions | ({"missing": f"{' and '.join(absent)} not installed beside the peer"} if absent else {})
+    return int(any("error" in row for row in rows))
 
 
 def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.training_speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = create_parser("training_speed", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     peers = os.environ.get("PEER_PYTHON", sys.executable)
     parser.add_argument("--peer-python", default=peers, help="the interpreter that has the peers (PEER_PYTHON)")
@@ -175,8 +142,6 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--micro", type=int, default=8, help="samples of a micro-batch")
     parser.add_argument("--half", action="store_true", help="bfloat16 in all modes, which is what devices train in")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C", help="of our trainer")
-    parser.add_argument("--quick", action="store_true", help="one short run of a tiny model, to check that it works")
-    parser.add_argument("--json", type=Path, default=Path("out/bench/training_speed.json"))
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.steps, options.length = 1, WARM_STEPS + 3, 64

@@ -6,15 +6,13 @@ import itertools
 import json
 import random
 import statistics
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from benchmarks.ranks import run_ranks
-from trainium_devcluster.jobs.metrics import read_steps
+from benchmarks.harness import ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +93,7 @@ def write_config(task: Task, folder: Path, text: Path) -> Path:
         },
         "model": {"weights": str(task.base)} if task.base else {"path": str(_write_shape(task, folder))},
         "schedule": {"warmupSteps": 0},
-        "checkpoint": {"path": str(folder / "run"), "durable": {"everySeconds": None}},
+        "checkpoint": {"durable": {"everySeconds": None}},
         "monitor": {"tensorboard": False},
         "precision": "BFloat16" if task.half else "Float32",
         "dataParallel": "FullySharded" if task.sharded else "Replicated",
@@ -124,13 +122,11 @@ def _write_shape(task: Task, folder: Path) -> Path:
 
 def run_trainer(task: Task, folder: Path, text: Path, overrides: Sequence[str] = ()) -> Result:
     """Run this repository's trainer. Raises RunFailedError."""
-    argv = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(write_config(task, folder, text))]
-    for override in overrides:
-        argv += ["--set", override]
-    host_bytes = run_ranks(argv, task.ranks, folder)
-    steps = [step for step in read_steps(folder / "run" / "metrics.jsonl").values() if "loss" in step]
-    seconds = tuple(line["seconds"] for line in steps[WARM_STEPS:])
-    return Result(seconds, host_bytes, int(steps[-1].get("deviceBytes") or 0))
+    records, host_bytes = ranks.run_trainer(
+        write_config(task, folder, text), overrides, ranks=task.ranks, folder=folder
+    )
+    seconds = tuple(record["seconds"] for record in records[WARM_STEPS:])
+    return Result(seconds, host_bytes, int(records[-1].get("deviceBytes") or 0))
 
 
 def create_model_options(task: Task) -> dict[str, Any]:
@@ -174,7 +170,7 @@ def run_peer(task: Task, folder: Path, python: str) -> Result:
         lora = {"r": _LORA["rank"], "lora_alpha": _LORA["alpha"], "target_modules": _PROJECTIONS}
         peer_task |= {"weights": str(task.base), "lora": lora}
     argv = [python, str(Path(__file__).with_name("peer.py"))]
-    return read_peer_result(folder, run_ranks(argv, task.ranks, folder, {"TASK": json.dumps(peer_task)}))
+    return read_peer_result(folder, ranks.run_ranks(argv, task.ranks, folder, {"TASK": json.dumps(peer_task)}))
 
 
 def read_peer_result(folder: Path, host_bytes: int) -> Result:

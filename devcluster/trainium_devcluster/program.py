@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from trainium_devcluster.demos.frame import Demo, DemoJob, run_demo
-from trainium_devcluster.demos.ledger import read_ledger
 from trainium_devcluster.demos.session import NAMESPACE, REPOSITORY, DemoSession, Keep, Name, Out
+from trainium_devcluster.jobs.ledger import read_ledger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

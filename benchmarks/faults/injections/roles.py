@@ -121,13 +121,13 @@ def _follow(run: Run, inject: Callable[[], object], is_over: Callable[[], bool],
     target.wait_for(f"the end of the fault ({note})", is_over, _SECONDS)
     run.result.detection_seconds = round(time.time() - injected_at, 3)
     target.wait_for_step(target.read_newest_step() + _STEPS_AFTER, _SECONDS)
-    log, after = read_rewards(target.folder), target.read_status()
+    ledger, after = read_rewards(target.folder), target.read_status()
     for field in ("generation", "attempt"):
         values = [status["membership"].get(field) for status in (before, after)]
         run.expect(values[0] == values[1], f"the {field} of the training changed from {values[0]} to {values[1]}")
     run.expect(before.get("history") == after.get("history"), "the fault is in the history of the training")
-    steps = [record["step"] for record in log.records]
+    steps = [step for step, _ in ledger.computations]
     run.expect(steps == list(range(1, len(steps) + 1)), "a step is missing, or was computed twice")
-    run.result.recovery_seconds = round(log.find_longest_pause(injected_at), 3)
+    run.result.recovery_seconds = round(ledger.find_longest_pause(injected_at), 3)
     run.result.steps_lost = len(steps) - len(set(steps))
     run.result.note = note

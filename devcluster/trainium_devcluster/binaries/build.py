@@ -15,9 +15,10 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainium_devcluster.binaries.catalog import (
+    CLUSTER_PROGRAMS,
     HELM_VERSION,
     KUEUE_VERSION,
     VERSITYGW_VERSION,
@@ -46,10 +47,10 @@ class Source:
     label: str
     folder: str
     """Folder of the module, relative to the parent folder of this package."""
-    package: str
-    file: str
     programs: tuple[Program, ...]
-    variables: tuple[tuple[str, str], ...]
+    file: str
+    package: str = "."
+    variables: tuple[tuple[str, str], ...] = ()
     """Variables that the linker sets: the version that the program reports."""
     files: tuple[str, str] | None = None
     """A module and its folder that is copied beside the program, under the folder's last name."""
@@ -68,15 +69,8 @@ def build_source(kubernetes: KubernetesVersion) -> Source:
     return Source(
         label="etcd, the Kubernetes control plane and kubectl",
         folder=".",
-        package=".",
         file="control-plane",
-        programs=(
-            Program.ETCD,
-            Program.APISERVER,
-            Program.CONTROLLER_MANAGER,
-            Program.SCHEDULER,
-            Program.KUBECTL,
-        ),
+        programs=tuple(sorted(CLUSTER_PROGRAMS - {Program.HELM})),
         variables=(
             (f"{_COMPONENT_VERSION}.gitVersion", f"v{kubernetes.number}"),
             (f"{_COMPONENT_VERSION}.gitMajor", major),
@@ -86,55 +80,40 @@ def build_source(kubernetes: KubernetesVersion) -> Source:
     )
 
 
-_OTHER_SOURCES: tuple[Source, ...] = (
-    Source(
-        label="helm",
-        folder="helm",
+def _build_program_source(label: str, folder: str, program: Program, **fields: Any) -> Source:
+    """Return the source of one program."""
+    return Source(label=label, folder=folder, programs=(program,), file=program, **fields)
+
+
+_OTHER_SOURCES = (
+    _build_program_source(
+        "helm",
+        "helm",
+        Program.HELM,
         package="helm.sh/helm/v4/cmd/helm",
-        file="helm",
-        programs=(Program.HELM,),
         variables=(("helm.sh/helm/v4/internal/version.version", f"v{HELM_VERSION}"),),
     ),
-    Source(
-        label="kwok",
-        folder="kwok",
-        package="sigs.k8s.io/kwok/cmd/kwok",
-        file="kwok",
-        programs=(Program.KWOK,),
-        variables=(),
-    ),
-    Source(
-        label="Kueue",
-        folder="kueue",
+    _build_program_source("kwok", "kwok", Program.KWOK, package="sigs.k8s.io/kwok/cmd/kwok"),
+    _build_program_source(
+        "Kueue",
+        "kueue",
+        Program.KUEUE,
         package="sigs.k8s.io/kueue/cmd/kueue",
-        file="kueue",
-        programs=(Program.KUEUE,),
         variables=(("sigs.k8s.io/kueue/pkg/version.GitVersion", f"v{KUEUE_VERSION}"),),
         files=("sigs.k8s.io/kueue", "config/components"),
     ),
-    Source(
-        label="versitygw",
-        folder="versitygw",
+    _build_program_source(
+        "versitygw",
+        "versitygw",
+        Program.VERSITYGW,
         package="github.com/versity/versitygw/cmd/versitygw",
-        file="versitygw",
-        programs=(Program.VERSITYGW,),
         variables=(("main.Version", f"v{VERSITYGW_VERSION}"),),
     ),
-    Source(
-        label="the check of definitions",
-        folder="definition",
-        package=".",
-        file="check-definition",
-        programs=(Program.CHECK_DEFINITION,),
-        variables=(),
-    ),
-    Source(
-        label="the check of definitions by the newest Kubernetes",
-        folder="definition",
-        package=".",
-        file="check-newest-definition",
-        programs=(Program.CHECK_NEWEST_DEFINITION,),
-        variables=(),
+    _build_program_source("the check of definitions", "definition", Program.CHECK_DEFINITION),
+    _build_program_source(
+        "the check of definitions by the newest Kubernetes",
+        "definition",
+        Program.CHECK_NEWEST_DEFINITION,
         modules="newest.mod",
     ),
 )

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from trainium_devcluster.binaries.build import build_all, list_sources
 from trainium_devcluster.binaries.catalog import (
-    BUILT_ONLY,
     CLUSTER_PROGRAMS,
     Architecture,
     KubernetesVersion,
@@ -93,7 +92,7 @@ def ensure_binaries(
         ) from error
     with hold_lock(folder.with_name(f"{folder.name}.lock"), "prepares the programs of the cluster", report):
         missing = _find_missing(folder, programs)
-        published = missing - BUILT_ONLY
+        published = missing & CLUSTER_PROGRAMS
         progress = ProgressLines(len(published), report)
         if published and origin is not Origin.BUILD:
             _download_all(

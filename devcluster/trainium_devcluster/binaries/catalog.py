@@ -51,13 +51,29 @@ class Program(StrEnum):
     """The same as the newest API server that is tested."""
 
 
+CLUSTER_PROGRAMS = frozenset(
+    {
+        Program.ETCD,
+        Program.APISERVER,
+        Program.CONTROLLER_MANAGER,
+        Program.SCHEDULER,
+        Program.KUBECTL,
+        Program.HELM,
+    }
+)
 FLEET_PROGRAMS = frozenset({Program.KWOK})
 KUEUE_PROGRAMS = frozenset({Program.KUEUE})
 S3_PROGRAMS = frozenset({Program.VERSITYGW})
 DEFINITION_PROGRAMS = frozenset({Program.CHECK_DEFINITION, Program.CHECK_NEWEST_DEFINITION})
-BUILT_ONLY = FLEET_PROGRAMS | KUEUE_PROGRAMS | S3_PROGRAMS | DEFINITION_PROGRAMS
-"""Programs that are published without checksums, or only as images."""
-CLUSTER_PROGRAMS = frozenset(Program) - BUILT_ONLY
+OPTIONAL_PROGRAMS = {
+    "fleet": FLEET_PROGRAMS,
+    "kueue": KUEUE_PROGRAMS,
+    "s3": S3_PROGRAMS,
+    "definition": DEFINITION_PROGRAMS,
+}
+"""Programs that are not in each cluster, by the option that prepares them; they are published without checksums, or
+only as images, so they are built.
+"""
 
 
 class Architecture(StrEnum):
@@ -142,19 +158,19 @@ def format_version_key(
     architecture: Architecture, programs: frozenset[Program], kubernetes: KubernetesVersion = DEFAULT_KUBERNETES
 ) -> str:
     """Return the name of the cache folder for these versions, so that an upgrade never mixes with older programs."""
-    if programs <= FLEET_PROGRAMS:
-        return f"kwok-{KWOK_VERSION}-{architecture}"
-    if programs <= KUEUE_PROGRAMS:
-        return f"kueue-{KUEUE_VERSION}-{architecture}"
-    if programs <= S3_PROGRAMS:
-        return f"versitygw-{VERSITYGW_VERSION}-{architecture}"
-    if programs <= DEFINITION_PROGRAMS:
-        return f"definition-{OLDEST_KUBERNETES_VERSION}-{KUBERNETES_VERSIONS[-1].number}-{architecture}"
+    for versions, optional in (
+        (f"kwok-{KWOK_VERSION}", FLEET_PROGRAMS),
+        (f"kueue-{KUEUE_VERSION}", KUEUE_PROGRAMS),
+        (f"versitygw-{VERSITYGW_VERSION}", S3_PROGRAMS),
+        (f"definition-{OLDEST_KUBERNETES_VERSION}-{KUBERNETES_VERSIONS[-1].number}", DEFINITION_PROGRAMS),
+    ):
+        if programs <= optional:
+            return f"{versions}-{architecture}"
     return f"kubernetes-{kubernetes.number}-etcd-{kubernetes.etcd}-helm-{HELM_VERSION}-{architecture}"
 
 
 def release_of(program: Program, architecture: Architecture, kubernetes: KubernetesVersion) -> Release:
-    """Return the official release of a program that is not in `BUILT_ONLY`."""
+    """Return the official release of a program of `CLUSTER_PROGRAMS`."""
     pinned = kubernetes.checksums.get((program, architecture))
     match program:
         case Program.ETCD:

@@ -11,42 +11,21 @@ from typing import TYPE_CHECKING
 
 from trainium_devcluster.binaries import interrupts
 from trainium_devcluster.binaries.cache import ensure_binaries
-from trainium_devcluster.binaries.catalog import (
-    CLUSTER_PROGRAMS,
-    DEFINITION_PROGRAMS,
-    FLEET_PROGRAMS,
-    KUEUE_PROGRAMS,
-    S3_PROGRAMS,
-    Program,
-)
+from trainium_devcluster.binaries.catalog import CLUSTER_PROGRAMS, OPTIONAL_PROGRAMS, Program
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def prepare(
-    *,
-    kubernetes: str | None = None,
-    fleet: bool = False,
-    kueue: bool = False,
-    s3: bool = False,
-    definition: bool = False,
-    helm: bool = False,
-) -> Path:
+def prepare(*, kubernetes: str | None = None, helm: bool = False, **optional: bool) -> Path:
     """Fill the cache, with the cluster's programs first, and return their folder; raises ClusterError.
 
-    `kubernetes` is the version of the cluster's programs, as for `find_kubernetes`. `fleet`, `kueue`, `s3` and
-    `definition` add the programs of these options. `helm` prepares only that program.
+    `kubernetes` is the version of the cluster's programs, as for `find_kubernetes`. `helm` prepares only that program.
+    `optional` are options of `OPTIONAL_PROGRAMS`, which add their programs.
     """
     sets = [frozenset({Program.HELM}) if helm else CLUSTER_PROGRAMS]
-    optional = (
-        (FLEET_PROGRAMS, fleet),
-        (KUEUE_PROGRAMS, kueue),
-        (S3_PROGRAMS, s3),
-        (DEFINITION_PROGRAMS, definition),
-    )
-    sets += [programs for programs, is_requested in optional if is_requested]
+    sets += [programs for option, programs in OPTIONAL_PROGRAMS.items() if optional.get(option)]
     try:
         with interrupts.catch_interrupts():
             folders = [ensure_binaries(programs=programs, kubernetes=kubernetes).folder for programs in sets]

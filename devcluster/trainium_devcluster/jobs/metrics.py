@@ -13,27 +13,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 
 _TAIL_BYTES = 8192
 
 
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the record of each line; skip a line that is still being written, and a file that does not exist yet."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)
+
+
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the record of each step; skip a line that is still being written."""
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return {}
-    steps: dict[int, dict[str, Any]] = {}
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        steps[record["step"]] = record
-    return steps
+    """Return the record of each step."""
+    return {record["step"]: record for record in read_lines(path)}
 
 
 def read_newest_step(path: Path) -> int:
@@ -110,8 +107,6 @@ def read_samples(folder: Path) -> dict[int, list[int]]:
     """Return the sorted samples of all ranks by step; a sample that was used twice appears twice."""
     samples_by_step: dict[int, list[int]] = {}
     for path in folder.glob("samples-*.jsonl"):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a line that is still being written
-                record = json.loads(line)
-                samples_by_step.setdefault(record["step"], []).extend(record["samples"])
+        for record in read_lines(path):
+            samples_by_step.setdefault(record["step"], []).extend(record["samples"])
     return {step: sorted(samples) for step, samples in sorted(samples_by_step.items())}

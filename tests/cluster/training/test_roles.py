@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.rollouts.rewards import count_updates, read_rewards
+from benchmarks.rollouts.rewards import compute_reward_curve, count_updates, list_unequal_repetitions, read_rewards
 from tests.cluster.training.test_program import REPOSITORY, ProgramJob
 from tests.testing.suite.timeouts import until
 
@@ -88,9 +88,9 @@ def test_lost_servers_a_scaled_role_and_a_killed_rank_count_each_prompt_once(
 
     history = [(entry["cause"], entry["response"]) for entry in status["history"]]
     assert history == [("Crash", "InPlace")], "no server interrupts the training"
-    log = read_rewards(job.folder)
-    assert sorted(log.list_rewards()) == list(range(1, STEPS + 1))
-    assert log.list_unequal_repetitions() == [], "a repeated step gets the same answers"
+    ledger = read_rewards(job.folder)
+    assert list(ledger.list_history()) == list(range(1, STEPS + 1))
+    assert list_unequal_repetitions(ledger) == [], "a repeated step gets the same answers"
     assert count_updates(job.folder, STEPS) == STEPS, "each step counts once"
-    assert log.compute_curve()[STEPS] > 0.7
+    assert compute_reward_curve(ledger)[STEPS] > 0.7
     until(lambda: role_pods(job) == [], "the servers end with the job")

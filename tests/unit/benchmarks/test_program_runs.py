@@ -9,7 +9,7 @@ import pytest
 from benchmarks.program_recovery.costs import FaultCost, RunCost, read_report, write_report
 from benchmarks.program_recovery.document import PAGE, RESULTS, update_page
 from benchmarks.program_recovery.programs import PROGRAMS
-from trainium_devcluster.demos.ledger import Computation, Ledger
+from trainium_devcluster.jobs.ledger import Computation, Ledger
 
 _RUN = RunCost(
     title="loop",

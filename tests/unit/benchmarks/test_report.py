@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ranks import RunFailedError, wait_for_ranks
+from benchmarks.harness.ranks import RunFailedError, wait_for_ranks
 from benchmarks.report import RESULTS, ROOT, add_reports, render_page
 from benchmarks.run import MODULES
 

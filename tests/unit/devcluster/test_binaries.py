@@ -23,7 +23,6 @@ from trainium_devcluster.binaries import build, cache, catalog
 from trainium_devcluster.binaries.build import Source, find_module_root, list_sources
 from trainium_devcluster.binaries.cache import Origin, ensure_binaries
 from trainium_devcluster.binaries.catalog import (
-    BUILT_ONLY,
     CLUSTER_PROGRAMS,
     DEFAULT_KUBERNETES,
     FLEET_PROGRAMS,
@@ -300,7 +299,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("architecture", list(Architecture))
-@pytest.mark.parametrize("program", sorted(frozenset(Program) - BUILT_ONLY))
+@pytest.mark.parametrize("program", sorted(CLUSTER_PROGRAMS))
 @pytest.mark.parametrize("kubernetes", KUBERNETES_VERSIONS, ids=lambda version: version.minor)
 def test_every_release_is_on_an_official_host_and_can_be_checked(
     program: Program, architecture: Architecture, kubernetes: KubernetesVersion

@@ -106,7 +106,8 @@ def test_the_page_shows_the_worst_layout_and_failed_rows(tmp_path: Path) -> None
 
 
 def test_every_row_was_run_and_the_page_is_written_from_the_results(tmp_path: Path) -> None:
-    from benchmarks.parity.__main__ import RESULTS, ROOT
+    from benchmarks.harness.conditions import ROOT
+    from benchmarks.parity.__main__ import RESULTS
     from benchmarks.parity.document import write_report
     from benchmarks.parity.rows import GROUPS
 

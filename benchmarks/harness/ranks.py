@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from trainium_devcluster.jobs.metrics import read_steps
 from trainium_devcluster.ports import reserve_port
 
 if TYPE_CHECKING:
@@ -35,24 +37,60 @@ def build_rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     } | THREAD_VARIABLES
 
 
+def build_node_environment(folder: Path, rank: int, attempt: int = 0) -> dict[str, str]:
+    """Create the memory folder of a rank's node, and return the environment that an agent gives the rank."""
+    memory = (folder / f"node-{rank}").absolute()
+    (memory / "progress").mkdir(parents=True, exist_ok=True)
+    return {
+        "TRAINIUM_RUN_ID": "run",
+        "TRAINIUM_ATTEMPT": str(attempt),
+        "TRAINIUM_GENERATION": "1",
+        "TRAINIUM_MEMORY_DIR": str(memory),
+        "TRAINIUM_PROGRESS_FILE": str(memory / "progress" / "g1-r0"),
+    }
+
+
+def start_ranks(
+    argv: list[str], ranks: int, logs: Path, environment: Mapping[str, str] | None = None
+) -> list[subprocess.Popen[bytes]]:
+    """Start all ranks, each with a log in the folder."""
+    port = reserve_port()
+    processes: list[subprocess.Popen[bytes]] = []
+    for rank in range(ranks):
+        # Each run has a separate cache, so Inductor compiles again.
+        variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(logs / "inductor")}
+        variables |= build_rank_environment(rank, ranks, port) | dict(environment or {})
+        with (logs / f"rank-{rank}.log").open("w") as log:
+            processes.append(subprocess.Popen(argv, env=variables, stdout=log, stderr=subprocess.STDOUT))
+    return processes
+
+
 def run_ranks(argv: list[str], ranks: int, folder: Path, environment: Mapping[str, str] | None = None) -> int:
     """Run all ranks to their end, and return the largest resident set of a rank in bytes.
 
     Raises RunFailedError as soon as one fails.
     """
-    port = reserve_port()
-    processes: list[subprocess.Popen[bytes]] = []
+    processes = start_ranks(argv, ranks, folder, environment)
     try:
-        for rank in range(ranks):
-            # Each run has a separate cache, so Inductor compiles again.
-            variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-            variables |= build_rank_environment(rank, ranks, port) | dict(environment or {})
-            with (folder / f"rank-{rank}.log").open("w") as log:
-                processes.append(subprocess.Popen(argv, env=variables, stdout=log, stderr=subprocess.STDOUT))
         return wait_for_ranks({process.pid: rank for rank, process in enumerate(processes)}, folder)
     finally:
         for process in processes:
             process.returncode = process.returncode or 0  # reaped by `wait_for_ranks`
+
+
+def run_trainer(
+    config: Path, overrides: Iterable[str], *, ranks: int, folder: Path
+) -> tuple[list[dict[str, Any]], int]:
+    """Train below `folder` as users do: one process per rank, a YAML file, `--set`.
+
+    Return the records of all steps, and the largest resident set of a rank in bytes. Raises RunFailedError.
+    """
+    argv = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(config)]
+    for override in (*overrides, f"checkpoint.path={folder / 'run'}"):
+        argv += ["--set", override]
+    host_bytes = run_ranks(argv, ranks, folder)
+    records = read_steps(folder / "run" / "metrics.jsonl").values()
+    return [record for record in records if "loss" in record], host_bytes
 
 
 def wait_for_ranks(pids: dict[int, int], folder: Path) -> int:

@@ -6,14 +6,15 @@ history of the model consists of the newest computation of each step.
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trainium_devcluster.jobs.metrics import read_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
 
@@ -27,6 +28,8 @@ class Computation:
     """Mean over the ranks of the sums of their micro-batches."""
     ended_at: float = math.inf
     """Unix seconds at which the first rank ended the step."""
+    rewards: tuple[float, ...] = ()
+    """Rewards of the answers, if it is a step of reinforcement learning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,14 @@ class Ledger:
         """Return how many steps of earlier starts were completed again by starts after `moment`."""
         earlier = {step for step, start in self.computations if start <= moment}
         return len(earlier & {step for step, start in self.computations if start > moment})
+
+    def find_longest_pause(self, moment: float) -> float:
+        """Return the longest time between two consecutive new steps that ended after `moment`, in seconds."""
+        first_ends: dict[int, float] = {}
+        for (step, _), item in self.computations.items():
+            first_ends[step] = min(item.ended_at, first_ends.get(step, math.inf))
+        ends = [first_ends[step] for step in sorted(first_ends)]
+        return max((after - before for before, after in itertools.pairwise(ends) if after > moment), default=0.0)
 
     def list_history(self) -> dict[int, Computation]:
         """Return the newest completed computation of each step."""
@@ -112,7 +123,7 @@ def read_ledger(folder: Path) -> Ledger:
     computations: dict[tuple[int, float], Computation] = defaultdict(Computation)
     ended_ranks = 0
     for path in sorted(folder.glob("samples-*.jsonl")):
-        for record in _read_lines(path):
+        for record in read_lines(path):
             if record.get("trainingEnded"):
                 ended_ranks += 1
                 continue
@@ -122,11 +133,3 @@ def read_ledger(folder: Path) -> Ledger:
             item.loss += record["loss"] / item.ranks
             item.ended_at = min(record["time"], item.ended_at)
     return Ledger(dict(computations), ended_ranks)
-
-
-def _read_lines(path: Path) -> Iterable[dict[str, Any]]:
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return

@@ -1,20 +1,19 @@
-"""Collect the measured values of a benchmark with their goals, and write them as a table and as JSON."""
+"""Collect the measured values of a benchmark with their goals, and write them as a table and as JSON.
+
+`create_parser` has the options that benchmarks of figures share.
+"""
 
 from __future__ import annotations
 
-import json
+import argparse
 import statistics
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fleet.operator_process import describe_machine
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from benchmarks.harness.conditions import describe_machine, write_report
 
 
 @dataclass(slots=True)
@@ -71,15 +70,18 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write the figures as JSON."""
-        document: dict[str, Any] = {
-            "benchmark": self.benchmark,
-            "date": datetime.now(UTC).date().isoformat(),
-            "quick": self.quick,
-            "machine": describe_machine(),
-            "figures": [{**asdict(figure), "median": figure.median, "met": figure.met} for figure in self.figures],
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        figures = [{**asdict(figure), "median": figure.median, "met": figure.met} for figure in self.figures]
+        write_report(path, self.benchmark, quick=self.quick, figures=figures)
+
+
+def create_parser(benchmark: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of all benchmarks: `--json` and `--quick`."""
+    parser = argparse.ArgumentParser(
+        prog=f"benchmarks.{benchmark}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, default=Path(f"out/bench/{benchmark}.json"), help="file of the figures")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds")
+    return parser
 
 
 def format_value(value: float, unit: str) -> str:

@@ -1,0 +1,1 @@
+"""Share options, conditions of a measurement, figures with goals, and launchers between all benchmarks."""
