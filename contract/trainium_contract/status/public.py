@@ -193,3 +193,7 @@ class PublicStatus(StatusModel):
     """Why the job failed and what to do; empty otherwise."""
     failed_spec: FailedSpecStatus | None = None
     """Spec that failed, and what was changed since; absent unless it failed."""
+
+    def list_open_interruptions(self) -> list[Interruption]:
+        """Return the interruptions whose recovery is in progress, oldest first."""
+        return [entry for entry in self.history if entry.is_open]

@@ -31,7 +31,6 @@ from trainium_operator.plan.view.workers import RECONNECT_SECONDS, add_last_repo
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.diagnosis import Diagnosis
     from trainium_operator.plan.diagnose.failed_member import FailedMember
     from trainium_operator.plan.diagnose.failure_policy import StopVerdict
@@ -205,11 +204,6 @@ def _limit_size_to_quota(context: PlanContext) -> int:
     return find_size_within_quota(context.size, context.grant.workers)
 
 
-def _has_open_interruption(status: PublicStatus) -> bool:
-    """Return whether an interruption is open; some policies wait until none is."""
-    return any(entry.recovered_seconds is None for entry in status.history)
-
-
 def _finalize(context: PlanContext, result: PolicyResult) -> Plan:
     """Return the complete plan with the status to write now."""
     result = result.combine(disruption_budget.limit_disruptions(context, result.status))
@@ -225,7 +219,8 @@ def _finalize(context: PlanContext, result: PolicyResult) -> Plan:
     new_events = result.events + events.list_events(old, status)
     requeue_at = list(result.requeue_at)
     is_resized = status.membership.size != old.membership.size
-    has_acted = bool(result.actions) or is_resized or _has_open_interruption(old) != _has_open_interruption(status)
+    was_interrupted, is_interrupted = bool(old.list_open_interruptions()), bool(status.list_open_interruptions())
+    has_acted = bool(result.actions) or is_resized or was_interrupted != is_interrupted
     if has_acted and not conditions.is_terminal(status):
         # The next plan writes the consequences of the outcome: counts, conditions.
         requeue_at.append(context.now)

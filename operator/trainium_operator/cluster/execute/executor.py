@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.queue.refusal_backoff import RefusalBackoff
     from trainium_operator.cluster.queue.write_outcomes import WriteOutcomes
     from trainium_operator.coordinator.state import CoordinatorState
-    from trainium_operator.plan.model.actions import Action, DeletionAction, Plan
+    from trainium_operator.plan.model.actions import Action, DeletionAction, Plan, PodDeletion
     from trainium_operator.plan.model.observed import JobView, PodView
 
 MIN_REPORTED_PAUSE_SECONDS = 2.0
@@ -345,7 +345,7 @@ class Executor:
 
         await run_all(delete(action) for action in actions)
 
-    async def _delete_pod(self, job: JobView, action: DeletePod | DeleteOtherPod, pods: Lister[PodView]) -> None:
+    async def _delete_pod(self, job: JobView, action: PodDeletion, pods: Lister[PodView]) -> None:
         if action.grace_seconds == 0:
             self._force_deletions.permit(action.uid, len(pods.store))
         async with self._slots.acquire(job.id):
@@ -365,7 +365,7 @@ class Executor:
         else:
             pods.store.forget((job.namespace, action.name), action.uid)
 
-    async def _exists(self, job: JobView, action: DeletePod | DeleteOtherPod) -> bool:
+    async def _exists(self, job: JobView, action: PodDeletion) -> bool:
         """Return whether the pod itself is still there, and not another incarnation of its name."""
         try:
             raw = await self._api.get(PODS, job.namespace, action.name)

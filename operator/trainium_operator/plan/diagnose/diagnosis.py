@@ -107,7 +107,7 @@ def find_failed_members(context: PlanContext) -> tuple[tuple[FailedMember, ...],
     join_deadlines = find_join_deadlines(context)
     # It is not recovering, so only a new report can change the diagnosis.
     status = context.job.status
-    is_steady = status.phase is Phase.RUNNING and all(entry.recovered_seconds is not None for entry in status.history)
+    is_steady = status.phase is Phase.RUNNING and not status.list_open_interruptions()
     if is_steady:
         requeue_at.append(context.now + context.status_interval)
     for member, worker in context.members:

@@ -111,9 +111,7 @@ def _find_stall_times(context: PlanContext) -> tuple[float, float | None]:
     Steps before the first one after a fault do not count, because they belong to the time before it. After the last
     step training never stalls.
     """
-    if any(heartbeat.progress is not None and not heartbeat.progress.training for _, heartbeat in context.heartbeats):
-        return 0.0, None
-    if any(entry.recovered_seconds is None for entry in context.job.status.history):
+    if any(not report.training for report in context.reports) or context.job.status.list_open_interruptions():
         return 0.0, None
     agents = [context.observed.agents[member.pod_uid] for member, _ in context.heartbeats]
     reports = [
@@ -136,18 +134,14 @@ def find_failure_time(context: PlanContext, worker: Worker | None) -> float:
     if worker is not None and worker.agent is not None and worker.agent.last_seen >= context.observed.coordinator_since:
         return silent_since
     # All step together, so none has made a step since one was lost; after the last step none reports.
-    reports = [heartbeat.progress for _, heartbeat in context.heartbeats if heartbeat.progress is not None]
-    if any(not report.training for report in reports):
+    if any(not report.training for report in context.reports):
         return silent_since
     return min(silent_since, find_last_step_time(context) or silent_since)
 
 
 def find_last_step_time(context: PlanContext) -> float:
     """Return when the newest reported step ended (Unix seconds); 0 without one."""
-    return max(
-        (heartbeat.progress.updated for _, heartbeat in context.heartbeats if heartbeat.progress is not None),
-        default=0.0,
-    )
+    return max((report.updated for report in context.reports), default=0.0)
 
 
 def detect_silent_agent(

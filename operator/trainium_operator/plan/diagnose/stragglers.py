@@ -116,7 +116,7 @@ def _trains_steadily(context: PlanContext) -> bool:
         return False
     if len(context.current.members) < status.desired:
         return False
-    return not any(entry.is_open for entry in status.history)
+    return not status.list_open_interruptions()
 
 
 def _compute_relative_paces(context: PlanContext) -> Mapping[str, tuple[str, float]]:

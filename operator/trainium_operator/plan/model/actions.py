@@ -76,29 +76,10 @@ class CreateOtherPod(ManifestAction):
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteOtherPod:
-    """Delete a pod that is no worker, as `DeletePod`."""
-
-    name: str
-    uid: str
-    grace_seconds: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class PublishEndpoints:
     """Let the coordinator serve the addresses of the roles' pods; nothing is written to the API server."""
 
     endpoints: RoleEndpoints
-
-
-@dataclass(frozen=True, slots=True)
-class DeletePod:
-    """Delete one worker pod, with its uid as precondition."""
-
-    name: str
-    uid: str
-    grace_seconds: int | None
-    """None: the pod's own; 0: at once, without the node's confirmation."""
 
 
 class ApplyWorkload(ManifestAction):
@@ -125,6 +106,22 @@ class DeletionAction:
 
     name: str
     uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class PodDeletion(DeletionAction):
+    """Delete a pod."""
+
+    grace_seconds: int | None = None
+    """None: the pod's own; 0: at once, without the node's confirmation."""
+
+
+class DeletePod(PodDeletion):
+    """Delete one worker pod."""
+
+
+class DeleteOtherPod(PodDeletion):
+    """Delete a pod that is no worker."""
 
 
 class DeleteWorkload(DeletionAction):

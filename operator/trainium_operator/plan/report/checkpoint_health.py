@@ -74,8 +74,7 @@ def _find_reported_error(context: PlanContext, status: PublicStatus) -> str:
     for entry in reversed(status.history):
         if entry.cause is Cause.STORAGE and entry.message and (entry.failed_at or 0.0) > since:
             return entry.message
-    notices = (heartbeat.progress.notice for _, heartbeat in context.heartbeats if heartbeat.progress is not None)
-    return next((notice for notice in notices if notice.startswith(_STORAGE_PREFIX)), "")
+    return next((report.notice for report in context.reports if report.notice.startswith(_STORAGE_PREFIX)), "")
 
 
 def _describe_overdue(context: PlanContext, status: PublicStatus) -> tuple[str, tuple[float, ...]]:

@@ -106,13 +106,14 @@ def update_goodput(context: PlanContext, status: TrainingJobStatus) -> TrainingJ
     aside_seconds = sum(goodput.stage_seconds.values()) if is_past_steps(old) else 0.0
     wall_seconds = round(goodput.wall_seconds + aside_seconds + passed_seconds, 3)
     goodput = goodput.replaced(wall_seconds=wall_seconds)
-    is_interrupted, is_starting = any(entry.is_open for entry in status.history), goodput.starting
+    is_interrupted, is_starting = bool(status.list_open_interruptions()), goodput.starting
     recent_stage_seconds = 0.0 if is_interrupted else _measure_recent_stage(context, passed_seconds)
     goodput = _charge_startup(context, goodput, 0.0 if is_interrupted else passed_seconds - recent_stage_seconds)
     lost_before = _sum_lost_seconds(goodput)
     goodput, history = _charge_interruptions(context, status.history, goodput, passed_seconds if is_starting else None)
     stage_seconds = aside_seconds + passed_seconds - (_sum_lost_seconds(goodput) - lost_before)
-    if is_starting or not is_past_steps(old) or any(entry.is_open for entry in old.history):
+    was_interrupted = bool(old.list_open_interruptions())
+    if is_starting or not is_past_steps(old) or was_interrupted:
         stage_seconds = min(stage_seconds, aside_seconds + recent_stage_seconds)
     goodput = _set_stage_seconds(
         goodput,
@@ -121,7 +122,6 @@ def update_goodput(context: PlanContext, status: TrainingJobStatus) -> TrainingJ
         aside_seconds,
         held_nodes,
     )
-    was_interrupted = any(entry.is_open for entry in old.history)
     is_undisturbed = not (is_interrupted or was_interrupted or is_starting or _find_current_stage(context))
     goodput = sample_step_time(context, goodput, clean=is_undisturbed)
     pending_seconds = _measure_current_step(context, goodput) if is_undisturbed else 0.0

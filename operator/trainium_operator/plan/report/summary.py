@@ -21,7 +21,7 @@ from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.status import public
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
-from trainium_contract.status.interruptions import PLANNED_RESPONSES, Interruption, RecoveryResponse
+from trainium_contract.status.interruptions import PLANNED_RESPONSES, RecoveryResponse
 from trainium_contract.status.results import Alert, StepFigures
 from trainium_contract.wire.messages import AlertKind, HeartbeatRequest, Member, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import compute_template_hash, is_outdated
@@ -347,7 +347,7 @@ def _set_running(context: PlanContext, status: StatusT) -> StatusT:
         return set_condition(status, kind, True, Reason.TRAINING, message, now=context.now)
     if context.current is None:
         return set_condition(status, kind, False, Reason.NOT_STARTED, "no generation is in force", now=context.now)
-    if _open_entries(status):
+    if status.list_open_interruptions():
         return set_condition(status, kind, False, Reason.INTERRUPTED, "see the condition Recovering", now=context.now)
     if not is_true(status, kind):
         return set_condition(status, kind, False, Reason.STARTING, "workers are joining or loading", now=context.now)
@@ -356,7 +356,7 @@ def _set_running(context: PlanContext, status: StatusT) -> StatusT:
 
 def _set_recovering(context: PlanContext, status: StatusT) -> StatusT:
     kind = ConditionType.RECOVERING
-    faults = [entry for entry in _open_entries(status) if entry.response not in PLANNED_RESPONSES]
+    faults = [entry for entry in status.list_open_interruptions() if entry.response not in PLANNED_RESPONSES]
     if not faults:
         return set_condition(status, kind, False, Reason.NO_INTERRUPTION, "", now=context.now)
     return set_condition(status, kind, True, Reason.INTERRUPTED, faults[-1].message, now=context.now)
@@ -367,7 +367,9 @@ def _set_resizing(context: PlanContext, status: StatusT) -> StatusT:
         return status
     kind, present, desired = ConditionType.RESIZING, len(context.current.members), status.desired
     is_requested = is_true(status, kind)
-    if present == desired and not any(entry.response is RecoveryResponse.RESIZE for entry in _open_entries(status)):
+    if present == desired and not any(
+        entry.response is RecoveryResponse.RESIZE for entry in status.list_open_interruptions()
+    ):
         return set_condition(status, kind, False, Reason.AT_SIZE, pluralize(present, "node"), now=context.now)
     if is_requested or present >= desired:
         return status
@@ -384,10 +386,6 @@ def _derive_phase(context: PlanContext, status: public.PublicStatus) -> Phase:
         return Phase.PENDING
     if is_true(status, ConditionType.RECOVERING):
         return Phase.RECOVERING
-    if is_true(status, ConditionType.RESIZING) or _open_entries(status):
+    if is_true(status, ConditionType.RESIZING) or status.list_open_interruptions():
         return Phase.RESIZING
     return Phase.RUNNING if is_true(status, ConditionType.RUNNING) else Phase.STARTING
-
-
-def _open_entries(status: public.PublicStatus) -> list[Interruption]:
-    return [entry for entry in status.history if entry.is_open]

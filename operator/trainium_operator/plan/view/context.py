@@ -126,6 +126,11 @@ class PlanContext:
         return select_whole_units(self.joinable, self.unit_nodes)
 
     @cached_property
+    def reports(self) -> tuple[Progress, ...]:
+        """Return what the members report of their progress, by rank, without members that report none."""
+        return tuple(heartbeat.progress for _, heartbeat in self.heartbeats if heartbeat.progress is not None)
+
+    @cached_property
     def newest_progress(self) -> Progress | None:
         """Return the newest report of the lowest rank once it trains; of a program, that of the rank with steps."""
         for _, heartbeat in sort_by_steps(self.job.spec, self.heartbeats):
@@ -137,8 +142,7 @@ class PlanContext:
     @cached_property
     def has_reported_steps(self) -> bool:
         """Return whether the job has ever reported a step."""
-        reports = (heartbeat.progress for _, heartbeat in self.heartbeats)
-        return any(report is not None and report.step > 0 for report in reports) or self.job.status.progress.step > 0
+        return any(report.step > 0 for report in self.reports) or self.job.status.progress.step > 0
 
     @property
     def has_progress(self) -> bool:
@@ -158,8 +162,7 @@ class PlanContext:
         """Return when a program without steps counts as started (Unix seconds); None while it does not run."""
         if self.job.spec.workload.reports_each_step or self.has_reported_steps or not self.is_settled:
             return None
-        reports = (heartbeat.progress for _, heartbeat in self.heartbeats)
-        started_at = [min(report.started, self.now) for report in reports if report is not None]
+        started_at = [min(report.started, self.now) for report in self.reports]
         return max(started_at, default=self.now) + _STEADY_SECONDS
 
     @property
@@ -178,8 +181,7 @@ class PlanContext:
     @cached_property
     def last_step(self) -> int:
         """Return the last step that a member reported in the current generation, else the status's; -1 for none."""
-        reported = [heartbeat.progress.step for _, heartbeat in self.heartbeats if heartbeat.progress is not None]
-        return max([*reported, self.job.status.progress.step]) or -1
+        return max([*(report.step for report in self.reports), self.job.status.progress.step]) or -1
 
 
 def _keep_status(_context: PlanContext, status: TrainingJobStatus) -> PolicyResult:

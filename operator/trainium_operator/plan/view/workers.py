@@ -336,7 +336,7 @@ def build_deletion(worker: Worker, *, force: bool = False) -> tuple[DeletePod, .
     """Return the deletion of a pod, once; forced if its node cannot confirm an earlier deletion."""
     if force:
         return (DeletePod(worker.pod.name, worker.pod.uid, 0),)
-    return () if worker.pod.deleting else (DeletePod(worker.pod.name, worker.pod.uid, None),)
+    return () if worker.pod.deleting else (DeletePod(worker.pod.name, worker.pod.uid),)
 
 
 def delete_ended_last(actions: tuple[Action, ...], workers: Iterable[Worker]) -> tuple[Action, ...]:
