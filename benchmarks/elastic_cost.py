@@ -49,7 +49,7 @@ def main() -> None:
     report.print()
 
 
-def add_figures(report: Report, plain: Measured, elastic: Measured) -> None:
+def add_figures(report: Report, plain: StepCost, elastic: StepCost) -> None:
     """Add the figures of a round, in milliseconds."""
     parameters = plain.parameters
     report.add("a step", parameters, "ms", plain.step)
@@ -63,7 +63,7 @@ def add_figures(report: Report, plain: Measured, elastic: Measured) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StepCost:
     """Medians of the steps of one run: milliseconds of the wall clock, and of the first rank's processors."""
 
     parameters: int
@@ -73,12 +73,12 @@ class Measured:
     """Milliseconds of a processor for one copy of the state into shared memory, and its checksum."""
 
 
-def measure(mode: str, size: str) -> Measured:
+def measure(mode: str, size: str) -> StepCost:
     """Run two ranks and return what the first one measured."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         folder = Path(name)
         run_ranks([sys.executable, "-m", "benchmarks.elastic_cost", "--rank", mode, size, name], RANKS, folder)
-        return Measured(**json.loads((folder / "measured").read_text()))
+        return StepCost(**json.loads((folder / "measured").read_text()))
 
 
 def train(mode: str, size: str, folder: Path) -> None:
@@ -141,7 +141,7 @@ def train(mode: str, size: str, folder: Path) -> None:
         step, processor = (
             1000 * statistics.median(end[kind] - start[kind] for start, end in pairs) for kind in range(2)
         )
-        measured = Measured(model.num_parameters(), step, processor, measure_floor(trainer, folder / "floor"))
+        measured = StepCost(model.num_parameters(), step, processor, measure_floor(trainer, folder / "floor"))
         (folder / "measured").write_text(json.dumps(asdict(measured)))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -101,7 +101,7 @@ def format_table_line(row: Row, result: RowResult | None, cluster: ClusterKind =
 
 
 def _format_spread(values: Iterable[float | None]) -> str:
-    spread = Spread.of(values)
+    spread = Spread.summarize(values)
     return "" if spread is None else f"{spread.p50:.2f} / {spread.p95:.2f} / {spread.maximum:.2f}"
 
 

@@ -110,7 +110,7 @@ class Spread:
     maximum: float
 
     @staticmethod
-    def of(values: Iterable[float | None]) -> Spread | None:
+    def summarize(values: Iterable[float | None]) -> Spread | None:
         """Summarize the values that are not None; return None if there are none."""
         ordered = sorted(value for value in values if value is not None)
         if not ordered:

@@ -155,14 +155,14 @@ def _stall_storage() -> None:
     def patch(method: str, *, writes: bool) -> None:
         original = getattr(PosixStorage, method)
 
-        def access(self: Any, *arguments: Any) -> Any:
+        def access_or_stall(self: Any, *arguments: Any) -> Any:
             while (FOLDER / "stall").exists():
                 time.sleep(_POLL_SECONDS)
             with contextlib.suppress(OSError, ValueError):
                 time.sleep(float((FOLDER / "slow").read_text()) if writes else 0.0)
             return original(self, *arguments)
 
-        setattr(PosixStorage, method, access)
+        setattr(PosixStorage, method, access_or_stall)
 
     for method in ("write_stream", "write", "create"):
         patch(method, writes=True)

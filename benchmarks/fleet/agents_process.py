@@ -161,7 +161,7 @@ class Agents:
         min_generation, count = int(command["generation"]), int(command["count"])
         received: dict[str, float] = {}
 
-        def all_received() -> bool:
+        def have_all_received() -> bool:
             received.clear()
             for generation, times in self._shared.received_at.items():
                 if generation >= min_generation:
@@ -169,7 +169,7 @@ class Agents:
                         received[uid] = min(received_at, received.get(uid, received_at))
             return len(received) >= count
 
-        await self._wait_until(all_received, command)
+        await self._wait_until(have_all_received, command)
         times = sorted(received.values())[:count]
         return {"first": times[0], "last": times[-1], "newest": max(self._shared.received_at)}
 
@@ -214,10 +214,10 @@ def pop_latencies(job: JobState) -> Command:
     if not latencies:
         return {"count": 0, "errors": errors}
 
-    def quantile(fraction: float) -> float:
+    def compute_quantile(fraction: float) -> float:
         return latencies[min(len(latencies) - 1, int(fraction * len(latencies)))]
 
-    return {"count": len(latencies), "p50": quantile(0.5), "p99": quantile(0.99), "errors": errors}
+    return {"count": len(latencies), "p50": compute_quantile(0.5), "p99": compute_quantile(0.99), "errors": errors}
 
 
 def _print_exception(task: asyncio.Task[None]) -> None:

@@ -90,11 +90,11 @@ class PodWatch:
     async def wait_until_running(self, count: int, seconds: float) -> tuple[float, float]:
         """Wait until `count` pods run; return when the last one was created and when the last one ran."""
 
-        def running_pods() -> list[PodState]:
+        def list_running_pods() -> list[PodState]:
             return [pod for pod in self.pods.values() if pod.running_at and not pod.failed and not pod.deleting]
 
-        await self.wait_until(lambda: len(running_pods()) >= count, f"{count} pods run", seconds)
-        first = sorted(running_pods(), key=lambda pod: pod.running_at or 0.0)[:count]
+        await self.wait_until(lambda: len(list_running_pods()) >= count, f"{count} pods run", seconds)
+        first = sorted(list_running_pods(), key=lambda pod: pod.running_at or 0.0)[:count]
         return max(pod.created_at for pod in first), max(pod.running_at or 0.0 for pod in first)
 
     def _apply(self, raw: Json, deleted: bool) -> None:

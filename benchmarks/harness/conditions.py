@@ -43,10 +43,15 @@ def read_versions(python: str, *packages: str) -> dict[str, str]:
     return versions
 
 
+def describe_conditions(benchmark: str) -> dict[str, Any]:
+    """Return the fields with which the results of a benchmark begin."""
+    date = datetime.now(UTC).date().isoformat()
+    return {"benchmark": benchmark, "date": date, "commit": read_commit(), "machine": describe_machine()}
+
+
 def write_report(path: Path, benchmark: str, **fields: Any) -> dict[str, Any]:
     """Write the results of a benchmark with their conditions as JSON, and return them."""
-    date = datetime.now(UTC).date().isoformat()
-    report = {"benchmark": benchmark, "date": date, "commit": read_commit(), "machine": describe_machine(), **fields}
+    report = describe_conditions(benchmark) | fields
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     return report

@@ -110,7 +110,7 @@ def _build_job(pods: int, pod: Json) -> Json:
 
 
 @contextlib.contextmanager
-def running_jobset(demo: Demo, command: str | None) -> Iterator[None]:
+def run_jobset(demo: Demo, command: str | None) -> Iterator[None]:
     """Run the command that installs JobSet and runs its controller, if there is one, within the context."""
     if command is None:
         yield

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from benchmarks.harness.ranks import RunFailedError
+from benchmarks.parity.preference_peer import strip_peft_prefixes
 from benchmarks.parity.reference import build_shape, compute_learning_rate, compute_logits, iterate_micro_batches
 from benchmarks.parity.tuned import TuningResult
-from benchmarks.parity.tuned_reference import TunedReference, load_base, strip_peft_prefixes
+from benchmarks.parity.tuned_reference import TunedReference, load_base
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.tuning.apply import draw_initial_adapter
 from trainium_trainer.tuning.trainable import select_trainable

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.parity.preference_peer import strip_peft_prefixes
 from benchmarks.parity.reference import build_shape, compute_learning_rate, create_optimizer, iterate_micro_batches
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.tuning.apply import draw_initial_adapter
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from trainium_trainer.data.loader import MicroBatch
 
 Sample = dict[str, "Tensor"]
-_PEFT_PREFIXES = ("base_model.model.", ".default", ".base_layer")
-"""Prefixes that peft adds to the names of parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +88,6 @@ def compute_loss(model: nn.Module, batch: MicroBatch) -> float:
     """Return the mean loss of a model on a batch."""
     fields = torch.utils.data.default_collate(_build_samples(batch))
     return float(model(**fields, num_items_in_batch=batch.valid_tokens).loss)
-
-
-def strip_peft_prefixes(name: str) -> str:
-    """Return the name of a parameter without peft's prefixes."""
-    for prefix in _PEFT_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
 
 
 class _Samples(Dataset[Sample]):

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from benchmarks.harness.launchers import running_jobset
+from benchmarks.harness.launchers import run_jobset
 from benchmarks.program_recovery import document
 from benchmarks.program_recovery.costs import FaultCost, RunCost, Runs, read_report, write_report
+from benchmarks.program_recovery.fault_run import FaultRun
 from benchmarks.program_recovery.launchers import (
     JobSetLauncher,
     Launcher,
@@ -29,7 +30,6 @@ from benchmarks.program_recovery.launchers import (
     install_script,
 )
 from benchmarks.program_recovery.programs import FAULTS, PROGRAMS, ProgramLauncher, install_programs
-from benchmarks.program_recovery.recovery import Recovery
 from trainium_devcluster.demos.frame import OPERATOR_NAMESPACE
 from trainium_devcluster.demos.session import NAMESPACE, DemoSession, Name, Out, Outcome
 from trainium_devcluster.program import ProgramDemo
@@ -77,10 +77,10 @@ def _compare(session: DemoSession, jobset: str | None, run: Callable[[ProgramDem
         demo = ProgramDemo(cluster, session.view, session.out)
         demo.install()
         install_script(demo)
-        with running_jobset(demo, jobset):
+        with run_jobset(demo, jobset):
             runs = run(demo)
     write_report(session.out / "report.json", runs)
-    return Outcome([_table(list(runs.values()))], [f"report: {session.out / 'report.json'}"])
+    return Outcome([_build_table(list(runs.values()))], [f"report: {session.out / 'report.json'}"])
 
 
 def _run_all(demo: ProgramDemo, names: list[str]) -> Runs:
@@ -95,8 +95,8 @@ def _run_all(demo: ProgramDemo, names: list[str]) -> Runs:
         kind = kinds[name]
         # Both peers run the same script, so they share the undisturbed run.
         if reference is None or name == "trainingjob" or [*runs] == ["trainingjob"]:
-            reference = Recovery(demo, kind(demo, f"{name}-reference")).run_undisturbed()
-        runs[name] = Recovery(demo, kind(demo, name)).run_with_faults(reference, _COMPARED_FAULTS)
+            reference = FaultRun(demo, kind(demo, f"{name}-reference")).run_undisturbed()
+        runs[name] = FaultRun(demo, kind(demo, name)).run_with_faults(reference, _COMPARED_FAULTS)
     return runs
 
 
@@ -118,29 +118,29 @@ def _run_program(demo: ProgramDemo, name: str) -> RunCost:
     program, started_at = PROGRAMS[name], time.monotonic()
     try:
         undisturbed = ProgramLauncher(demo, f"{name}-reference", program)
-        reference = Recovery(demo, undisturbed, _LIMIT_SECONDS).run_undisturbed()
-        recovery = Recovery(demo, ProgramLauncher(demo, name, program), _LIMIT_SECONDS)
-        recovery.started_at = started_at
-        return recovery.run_with_faults(reference, FAULTS if program.resizes else FAULTS[:-2])
+        reference = FaultRun(demo, undisturbed, _LIMIT_SECONDS).run_undisturbed()
+        run = FaultRun(demo, ProgramLauncher(demo, name, program), _LIMIT_SECONDS)
+        run.started_at = started_at
+        return run.run_with_faults(reference, FAULTS if program.resizes else FAULTS[:-2])
     except Exception as error:  # noqa: BLE001 - the other programs still run
         demo.cluster.kubectl("delete", "trainingjobs", "--all", "-n", NAMESPACE, timeout=120)
         return RunCost.failed(program.title, f"{type(error).__name__}: {error}", time.monotonic() - started_at)
 
 
 def _run_random(demo: ProgramDemo, count: int, seed: int) -> Runs:
-    reference = Recovery(demo, TrainingJobLauncher(demo, "reference")).run_undisturbed()
-    recovery = Recovery(demo, TrainingJobLauncher(demo, "random"))
-    return {"random": recovery.run_with_random_faults(reference, count, seed)}
+    reference = FaultRun(demo, TrainingJobLauncher(demo, "reference")).run_undisturbed()
+    run = FaultRun(demo, TrainingJobLauncher(demo, "random"))
+    return {"random": run.run_with_random_faults(reference, count, seed)}
 
 
-def _table(costs: list[RunCost]) -> Table:
+def _build_table(costs: list[RunCost]) -> Table:
     table = Table(title="One script of TRL, two nodes: seconds to the first new step (steps computed again)")
     table.add_column("")
     for cost in costs:
         table.add_column(cost.title, justify="right")
     longest = max((cost.faults for cost in costs), key=len, default=())
     for number, fault in enumerate(longest):
-        cells = [_cell(cost.faults[number]) if number < len(cost.faults) else "not training" for cost in costs]
+        cells = [_format_cell(cost.faults[number]) if number < len(cost.faults) else "not training" for cost in costs]
         table.add_row(fault.kind, *cells)
     rows: dict[str, Callable[[RunCost], Any]] = {
         "samples missing": lambda cost: cost.samples_missing,
@@ -153,7 +153,7 @@ def _table(costs: list[RunCost]) -> Table:
     return table
 
 
-def _cell(fault: FaultCost) -> str:
+def _format_cell(fault: FaultCost) -> str:
     if fault.first_new_step_seconds is None:
         return "never"
     deleted = "" if fault.node_deleted_after is None else f", node deleted after {fault.node_deleted_after:.0f} s"

@@ -50,7 +50,7 @@ def _render(runs: Runs) -> str:
     )
     missing = [program.title for name, program in PROGRAMS.items() if name not in runs]
     lines = [
-        render_table(headings, [_row(run) for run in runs.values()]),
+        render_table(headings, [_format_row(run) for run in runs.values()]),
         "",
         f"{', '.join(conditions)}.",
         *([f"Not run yet: {'; '.join(missing)}."] if missing else []),
@@ -63,20 +63,20 @@ def _render(runs: Runs) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(run: RunCost) -> tuple[str, ...]:
-    costs = {fault.kind: _cell(fault) for fault in run.faults}
+def _format_row(run: RunCost) -> tuple[str, ...]:
+    costs = {fault.kind: _format_cell(fault) for fault in run.faults}
     if not run.completed:
         return (run.title, *(costs.get(kind, "not run") for kind in FAULTS), "not completed", "", "")
     return (
         run.title,
         *(costs.get(kind, "not run") for kind in FAULTS),
         f"{run.samples_missing}, {run.samples_repeated}",
-        _difference(run.loss_difference_before_resize),
-        _difference(run.loss_difference),
+        _format_difference(run.loss_difference_before_resize),
+        _format_difference(run.loss_difference),
     )
 
 
-def _cell(fault: FaultCost) -> str:
+def _format_cell(fault: FaultCost) -> str:
     """Return seconds to the first new step, and steps computed again; the operator's end interrupts nothing."""
     if fault.first_new_step_seconds is None:
         return "never"
@@ -85,7 +85,7 @@ def _cell(fault: FaultCost) -> str:
     return f"{fault.first_new_step_seconds:.1f} s, {fault.steps_recomputed}"
 
 
-def _difference(value: float) -> str:
+def _format_difference(value: float) -> str:
     return f"{value:.0e}" if value else "equal"
 
 

@@ -59,13 +59,13 @@ class Program:
     resizes: bool = True
 
 
-def _trl(script: str, data: str, *options: str, model: str = "model", epochs: int = _EPOCHS) -> tuple[str, ...]:
+def _call_trl(script: str, data: str, *options: str, model: str = "model", epochs: int = _EPOCHS) -> tuple[str, ...]:
     data_set = ("--dataset_name", f"/checkpoints/short/{data}")
     model_folder = ("--model_name_or_path", f"/checkpoints/{model}", "--dtype", "float32")
-    return _recorded(f"trl.scripts.{script}", *model_folder, *data_set, *options, epochs=epochs)
+    return _call_recorded(f"trl.scripts.{script}", *model_folder, *data_set, *options, epochs=epochs)
 
 
-def _recorded(program: str, *options: str, epochs: int = _EPOCHS) -> tuple[str, ...]:
+def _call_recorded(program: str, *options: str, epochs: int = _EPOCHS) -> tuple[str, ...]:
     run = ("--output_dir", "{folder}", "--num_train_epochs", str(epochs))
     return (f"/src/{RECORDER.name}", "--elastic", program, *options, *run, *_TRAINER)
 
@@ -87,13 +87,13 @@ _TORCHTITAN = (
 )  # fmt: skip
 _LOOP: dict[str, Any] = {"committed": "step-{step}/.metadata", "keeps_batch": False}
 PROGRAMS = {
-    "sft": Program("TRL, `sft.py`", _trl("sft", "data")),
-    "packing": Program("TRL, `sft.py`, packing and LoRA", _trl("sft", "data", *_PACKING, epochs=2 * _EPOCHS)),
-    "fsdp": Program("TRL, `sft.py`, FSDP2", _trl("sft", "data", *_FSDP)),
-    "dpo": Program("TRL, `dpo.py`", _trl("dpo", "answers")),
-    "reward": Program("TRL, `reward.py`", _trl("reward", "pairs", model="classifier", epochs=6)),
-    "grpo": Program("TRL, `grpo.py`", _trl("grpo", "prompts", *_GRPO)),
-    "trainer": Program("`Trainer` of transformers", _recorded(_LOOPS.name, "plain")),
+    "sft": Program("TRL, `sft.py`", _call_trl("sft", "data")),
+    "packing": Program("TRL, `sft.py`, packing and LoRA", _call_trl("sft", "data", *_PACKING, epochs=2 * _EPOCHS)),
+    "fsdp": Program("TRL, `sft.py`, FSDP2", _call_trl("sft", "data", *_FSDP)),
+    "dpo": Program("TRL, `dpo.py`", _call_trl("dpo", "answers")),
+    "reward": Program("TRL, `reward.py`", _call_trl("reward", "pairs", model="classifier", epochs=6)),
+    "grpo": Program("TRL, `grpo.py`", _call_trl("grpo", "prompts", *_GRPO)),
+    "trainer": Program("`Trainer` of transformers", _call_recorded(_LOOPS.name, "plain")),
     "accelerate": Program("loop with accelerate", ("/src/accelerate_loop.py",), **_LOOP),
     "ddp": Program("loop with DDP", ("/src/ddp_loop.py",), **_LOOP),
     "fsdp2": Program("loop with FSDP2", ("/src/fsdp2_loop.py",), **_LOOP),

@@ -21,8 +21,8 @@ from typing import Annotated, Any, Self
 import typer
 from rich.table import Table
 
-from benchmarks.harness.conditions import write_report
-from benchmarks.harness.launchers import running_jobset, wait_for
+from benchmarks.harness.conditions import describe_conditions
+from benchmarks.harness.launchers import run_jobset, wait_for
 from benchmarks.rollouts.launchers import (
     SERVERS,
     JobSetLauncher,
@@ -268,7 +268,7 @@ def _count_ready(launcher: Launcher, is_one_new: bool = False, before: set[str] 
     return 0 if is_one_new and not ready - (before or set()) else len(ready)
 
 
-def rollouts(
+def measure(
     *,
     jobset: Annotated[str | None, typer.Option(help="Command that installs JobSet and runs its controller.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the killed servers.")] = 1,
@@ -285,7 +285,7 @@ def _run(session: DemoSession, jobset: str | None, seed: int, parts: list[str]) 
     with session.run_cluster() as cluster:
         demo = RolloutDemo(cluster, session.view, session.out)
         demo.install()
-        with running_jobset(demo, jobset):
+        with run_jobset(demo, jobset):
             if "faults" in parts:
                 noise, reference = measure_noise(demo)
                 disturbed = run_disturbed(demo, reference, seed)
@@ -297,9 +297,8 @@ def _run(session: DemoSession, jobset: str | None, seed: int, parts: list[str]) 
             if "peers" in parts:
                 costs = [measure_kills(launcher) for launcher in _list_launchers(demo, is_jobset=jobset is not None)]
                 outcome.report["kills"] = [asdict(cost) for cost in costs]
-                outcome.tables.append(_kill_table(costs))
-    write_report(session.out / "report.json", "rollouts", **outcome.report)
-    outcome.lines.append(f"report: {session.out / 'report.json'}")
+                outcome.tables.append(_build_kill_table(costs))
+    outcome.report |= describe_conditions("rollouts")
     return outcome
 
 
@@ -332,7 +331,7 @@ def _format_table(title: str, figures: dict[str, Any]) -> Table:
     return table
 
 
-def _kill_table(costs: list[LauncherCost]) -> Table:
+def _build_kill_table(costs: list[LauncherCost]) -> Table:
     table = Table(title="Medians: pause of the training, servers whole again (steps computed again)")
     table.add_column("")
     for cost in costs:
@@ -350,4 +349,4 @@ def _format_kills(faults: list[KillCost]) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(rollouts)
+    typer.run(measure)

@@ -115,17 +115,11 @@ class RolloutDemo(Demo):
     def inject_faults(self, run: DemoJob) -> None:
         """Kill a rank twice, lose a node, and resize the role and the workers, one after the other."""
         run.wait_for_step(_STEPS_BETWEEN)
-        for inject in (
-            self.kill_process,
-            self.lose_node,
-            partial(self.scale_role, servers=SERVERS + 1),
-            self.kill_process,
-        ):
-            inject(run)
-            run.wait_for_step(run.read_newest_step() + _STEPS_BETWEEN)
-        for size in (1, RANKS):
-            self.resize(run, size)
-            run.wait_for_step(run.read_newest_step() + _STEPS_BETWEEN)
+        more_servers = partial(self.scale_role, servers=SERVERS + 1)
+        resizes = (partial(self.resize, size=size) for size in (1, RANKS))
+        self.inject_in_turn(
+            run, _STEPS_BETWEEN, self.kill_process, self.lose_node, more_servers, self.kill_process, *resizes
+        )
         self.scale_role(run, SERVERS)
 
     def scale_role(self, run: DemoJob, servers: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,15 @@ class PretrainDemo(Demo):
 
     def inject_faults(self, run: DemoJob) -> None:
         """Kill a process, power a node off, and resize the job twice."""
-        kill_at, loss_at, shrink_at, grow_at = (round(run.steps * share) for share in (0.1, 0.2, 0.6, 0.8))
-        run.wait_for_step(kill_at)
-        self.kill_process(run)
-        run.wait_for_step(loss_at)
-        self.lose_node(run)
-        run.wait_until("a new warm spare", lambda status: status.get("spares", 0) >= 1)
-        run.wait_for_step(shrink_at)
-        self.resize(run, 3)
-        run.wait_for_step(grow_at)
-        self.resize(run, 4)
+        self.inject_at_shares(
+            run,
+            {
+                0.1: self.kill_process,
+                0.2: self.lose_node_and_wait_for_spare,
+                0.6: partial(self.resize, size=3),
+                0.8: partial(self.resize, size=4),
+            },
+        )
 
 
 def demo(*, keep: Keep = False, out: Out = Path("out/demo"), name: Name = None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,12 +62,8 @@ class ProgramDemo(Demo):
     def inject_faults(self, run: DemoJob) -> None:
         """Kill a process twice, power a node off, and resize the job twice, in the second epoch."""
         run.wait_for_step(run.steps // run.trainer["epochs"] + _STEPS_BETWEEN)
-        for inject in (self.kill_process, self.lose_node, self.kill_process):
-            inject(run)
-            run.wait_for_step(run.read_newest_step() + _STEPS_BETWEEN)
-        for size in (1, 2):
-            self.resize(run, size)
-            run.wait_for_step(run.read_newest_step() + _STEPS_BETWEEN)
+        resizes = (partial(self.resize, size=size) for size in (1, 2))
+        self.inject_in_turn(run, _STEPS_BETWEEN, self.kill_process, self.lose_node, self.kill_process, *resizes)
 
     def check_samples(self, run: DemoJob, reference: DemoJob) -> bool:
         """Return whether each step had the same samples in both runs."""

@@ -107,7 +107,7 @@ class ClusterSupervisor:
     async def _start(self) -> None:
         started = time.monotonic()
 
-        def phase(name: str) -> None:
+        def record_phase(name: str) -> None:
             self._phases[name] = round(time.monotonic() - started, 2)
 
         try:
@@ -115,10 +115,10 @@ class ClusterSupervisor:
             self._start_component(Component.ETCD)
             # An API server that finds no etcd retries only after a second.
             await self._wait_until(lambda: components.is_listening(self._ports.etcd), "etcd did not listen")
-            phase("etcd")
+            record_phase("etcd")
             self._start_component(Component.APISERVER)
             await self._wait_until_ready(Component.APISERVER)
-            phase("apiserver")
+            record_phase("apiserver")
             # Not earlier: without the API server's first roles the controller manager fails.
             self._start_component(Component.CONTROLLER_MANAGER)
             self._start_component(Component.SCHEDULER)
@@ -126,13 +126,13 @@ class ClusterSupervisor:
             for node in self._spec.nodes:
                 self._nodes.add(node)
             await self._wait_until_ready(Component.CONTROLLER_MANAGER)
-            phase("controller-manager")
+            record_phase("controller-manager")
             await self._wait_until_ready(Component.SCHEDULER)
-            phase("scheduler")
+            record_phase("scheduler")
             await self._wait_until(
                 self._has_default_account, "The controller manager created no default ServiceAccount"
             )
-            phase("ready")
+            record_phase("ready")
         except (ClientError, ClusterError, OSError) as error:
             logger.exception("start failed")
             self._failure = str(error)

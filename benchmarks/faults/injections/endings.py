@@ -88,11 +88,11 @@ def correct_missing_image(run: Run) -> None:
     target, image = run.target, run.target.manifest["spec"]["image"]
     applied_at = time.time()
 
-    def not_starting() -> Json:
+    def find_reason() -> Json:
         condition = target.find_condition("PodsReady")
         return condition if condition.get("reason") == "WorkerNotStarting" else {}
 
-    message = target.wait_for("reason", not_starting, 120).get("message", "")
+    message = target.wait_for("reason", find_reason, 120).get("message", "")
     run.result.detection_seconds, run.result.steps_lost = round(time.time() - applied_at, 3), 0
     run.result.note = message[:80]
     named = image.rpartition(":")[0] in message

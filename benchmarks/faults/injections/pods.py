@@ -71,10 +71,10 @@ def delete_activated_spare(run: Run) -> None:
     members = {member["podUid"] for member in target.list_members()}
     fault, victim = run.delete_member()
 
-    def joined_pods() -> list[str]:
+    def list_joined_pods() -> list[str]:
         return [member["podName"] for member in target.list_members() if member["podUid"] not in members]
 
-    spare = target.wait_for("a spare among the members", joined_pods, 30)[0]
+    spare = target.wait_for("a spare among the members", list_joined_pods, 30)[0]
     time.sleep(run.rng.uniform(0.0, 0.3))
     target.delete_pod(spare, force=True)
     run.follow(fault, victim, note=f"{victim['podName']}, then the spare {spare}")

@@ -7,7 +7,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -166,6 +165,18 @@ class Demo(ABC):
 
     # --- faults -----------------------------------------------------------------------------------------------
 
+    def inject_at_shares(self, run: DemoJob, faults: Mapping[float, Callable[[DemoJob], None]]) -> None:
+        """Inject each fault when the job has done this share of its steps."""
+        for share, inject in faults.items():
+            run.wait_for_step(round(run.steps * share))
+            inject(run)
+
+    def inject_in_turn(self, run: DemoJob, steps_between: int, *faults: Callable[[DemoJob], None]) -> None:
+        """Inject faults one after the other, each followed by this number of steps."""
+        for inject in faults:
+            inject(run)
+            run.wait_for_step(run.read_newest_step() + steps_between)
+
     def kill_process(self, run: DemoJob) -> None:
         """Send SIGKILL to one training process; its pod and all others remain."""
         member = run.list_members()[1]
@@ -181,6 +192,11 @@ class Demo(ABC):
         self._measure(run, "lost node", lambda: self.cluster.faults.kill_node(node))
         self.cluster.faults.start_node(node)
         self.view.log(f"{node} is powered on again; the operator refills the spare")
+
+    def lose_node_and_wait_for_spare(self, run: DemoJob) -> None:
+        """Lose a node, and wait until there is a warm spare again."""
+        self.lose_node(run)
+        run.wait_until("a new warm spare", lambda status: status.get("spares", 0) >= 1)
 
     def resize(self, run: DemoJob, size: int) -> None:
         """Scale the job to `size` nodes with `kubectl scale`."""
@@ -244,6 +260,4 @@ def run_demo(
         draw_curves(curves, session.out / "loss.png", demo.picture_title)
         outcome.lines.append(f"picture: {session.out / 'loss.png'}")
     demo.conclude(run, curves, outcome)
-    (session.out / "report.json").write_text(json.dumps(outcome.report, indent=1) + "\n")
-    outcome.lines.append(f"report: {session.out / 'report.json'}")
     return outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from contextlib import contextmanager
@@ -73,6 +74,9 @@ class DemoSession:
             self.console.print(f"{self.title}: {error}", style="red", markup=False)
             self.console.print(f"`make {self.title} ARGS=--keep` leaves the cluster up.", markup=False)
             raise typer.Exit(1) from None
+        if outcome.report:
+            (self.out / "report.json").write_text(json.dumps(outcome.report, indent=1) + "\n")
+            outcome.lines.append(f"report: {self.out / 'report.json'}")
         for table in outcome.tables:
             self.console.print(table)
         self.console.print("\n".join(outcome.lines), highlight=False, soft_wrap=True)

@@ -76,23 +76,23 @@ def build_kwok_configuration(lease_seconds: int) -> str:
     documents: list[dict[str, Any]] = [
         {"apiVersion": "config.kwok.x-k8s.io/v1alpha1", "kind": "KwokConfiguration", "options": options},
         # Without a stage for nodes kwok would not renew their leases.
-        _stage(
+        _build_stage(
             "node-ready",
             [{"key": _READY, "operator": "In", "values": ["Unknown"]}],
             {"statusTemplate": _NODE_READY.strip()},
             kind="Node",
         ),
-        _stage(
+        _build_stage(
             "pod-running",
             [alive, {"key": ".status.phase", "operator": "In", "values": ["Pending"]}],
             {"statusTemplate": _RUNNING.strip()},
         ),
-        _stage("pod-deleted", [{**alive, "operator": "Exists"}], {"delete": True}),
+        _build_stage("pod-deleted", [{**alive, "operator": "Exists"}], {"delete": True}),
     ]
     return yaml.safe_dump_all(documents, sort_keys=False)
 
 
-def _stage(
+def _build_stage(
     name: str, expressions: list[dict[str, Any]], following: dict[str, Any], *, kind: str = "Pod"
 ) -> dict[str, Any]:
     return {

@@ -151,11 +151,11 @@ class JobDriver:
     def wait_until(self, what: str, condition: Callable[[Json], Any], seconds: float = WAIT_SECONDS) -> Json:
         """Return the status once it fulfils the condition."""
 
-        def matching_status() -> Json | None:
+        def find_matching_status() -> Json | None:
             status = self.read_status()
             return status if condition(status) else None
 
-        status = self.wait_for(what, matching_status, seconds)
+        status = self.wait_for(what, find_matching_status, seconds)
         assert status is not None
         return status
 

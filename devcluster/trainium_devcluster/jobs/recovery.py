@@ -79,16 +79,16 @@ def follow(job: JobDriver, fault: InjectedFault, seconds: float, pause: float = 
     After the first recovery, wait `pause` seconds for further interruptions by the same fault.
     """
 
-    def recovered_entries() -> list[Json]:
+    def list_recovered_entries() -> list[Json]:
         entries = [
             entry for entry in job.read_history() if identify_interruption(entry) not in fault.before.interruptions
         ]
         return entries if all(entry.get("recoveredSeconds") is not None for entry in entries) else []
 
-    job.wait_for("the recovery", recovered_entries, seconds)
+    job.wait_for("the recovery", list_recovered_entries, seconds)
     if pause:
         time.sleep(pause)
-    entries = job.wait_for("the recovery from all interruptions", recovered_entries, seconds)
+    entries = job.wait_for("the recovery from all interruptions", list_recovered_entries, seconds)
     first, last, completed = entries[0], entries[-1], fault.completed_step
     resumed = min(entry.get("resumeStep", completed) for entry in entries)
     # The trainer saves the steps after the decision to resize; a program repeats them.

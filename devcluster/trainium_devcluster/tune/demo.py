@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +37,9 @@ class TuneDemo(Demo):
 
     def inject_faults(self, run: DemoJob) -> None:
         """Kill a process, power a node off, and resize the job."""
-        kill_at, loss_at, shrink_at = (round(run.steps * share) for share in (0.15, 0.35, 0.7))
-        run.wait_for_step(kill_at)
-        self.kill_process(run)
-        run.wait_for_step(loss_at)
-        self.lose_node(run)
-        run.wait_until("a new warm spare", lambda status: status.get("spares", 0) >= 1)
-        run.wait_for_step(shrink_at)
-        self.resize(run, 2)
+        self.inject_at_shares(
+            run, {0.15: self.kill_process, 0.35: self.lose_node_and_wait_for_spare, 0.7: partial(self.resize, size=2)}
+        )
         run.wait_for_step(run.steps, WAIT_SECONDS)
         self.view.log("all steps are done; adapter and merged model are written, then measured beside the base")
 
@@ -63,7 +59,7 @@ class TuneDemo(Demo):
     def conclude(self, run: DemoJob, curves: Curves, outcome: Outcome) -> None:
         """Add figures and answers before and after, the artifacts, and the picture."""
         evaluation = self.evaluate(run)
-        outcome.tables += [report.answer_table(evaluation)] if evaluation.answers else []
+        outcome.tables += [report.build_answer_table(evaluation)] if evaluation.answers else []
         outcome.tables.append(report.format_figures(evaluation))
         better = evaluation.is_clearly_better
         outcome.expect("The tuned model is not clearly better on held-out examples.", better)

@@ -110,7 +110,7 @@ def format_figures(evaluation: Evaluation) -> Table:
     return table
 
 
-def answer_table(evaluation: Evaluation) -> Table:
+def build_answer_table(evaluation: Evaluation) -> Table:
     """Return a table of the first answers."""
     table = Table(title="Answers to questions about held-out modules", show_lines=True)
     for heading in ("question", "expected", "before", "after"):

@@ -16,10 +16,10 @@ def result(*runs: RunResult, **more: object) -> RowResult:
 
 
 def test_percentiles_are_measured_values() -> None:
-    assert Spread.of([3.0, None, 1.0, 2.0]) == Spread(2.0, 3.0, 3.0)
-    assert Spread.of([float(number) for number in range(1, 31)]) == Spread(15.0, 29.0, 30.0)
-    assert Spread.of([]) is None
-    assert Spread.of([None]) is None
+    assert Spread.summarize([3.0, None, 1.0, 2.0]) == Spread(2.0, 3.0, 3.0)
+    assert Spread.summarize([float(number) for number in range(1, 31)]) == Spread(15.0, 29.0, 30.0)
+    assert Spread.summarize([]) is None
+    assert Spread.summarize([None]) is None
 
 
 def test_a_row_passes_only_when_it_ran_without_problems() -> None:

@@ -39,7 +39,7 @@ def get_containers(pod: Json) -> list[Json]:
     return list(pod["spec"].get("containers") or [])
 
 
-def init_containers(pod: Json) -> list[Json]:
+def get_init_containers(pod: Json) -> list[Json]:
     """Return the init containers of a pod, including native sidecars."""
     return list(pod["spec"].get("initContainers") or [])
 

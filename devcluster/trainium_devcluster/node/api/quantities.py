@@ -7,7 +7,7 @@ Guarantees:
 from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 
-from trainium_devcluster.node.api.objects import Json, get_containers, init_containers, is_sidecar
+from trainium_devcluster.node.api.objects import Json, get_containers, get_init_containers, is_sidecar
 
 _SUFFIXES = {
     **{suffix: Decimal(2) ** (10 * (power + 1)) for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))},
@@ -37,7 +37,7 @@ def sum_pod_requests(pod: Json) -> dict[str, Decimal]:
         _add(total, container)
     sidecars: dict[str, Decimal] = {}
     peaks: list[dict[str, Decimal]] = []
-    for container in init_containers(pod):
+    for container in get_init_containers(pod):
         if is_sidecar(container):
             _add(sidecars, container)
             _add(total, container)

@@ -26,10 +26,10 @@ from trainium_devcluster.node.api.objects import (
     find,
     get_containers,
     get_grace_seconds,
+    get_init_containers,
     get_name,
     get_namespace,
     get_uid,
-    init_containers,
     is_terminal,
     parse_time,
 )
@@ -81,7 +81,7 @@ class PodRunner:
         self.setup = PodSetup(self.services, lambda: self.pod, self.address)
         self.writer = StatusWriter(self.services.api, lambda: self.pod, self._build_status, self._handle_written_status)
         grace = float(self.pod["spec"].get("terminationGracePeriodSeconds") or 0)
-        for spec in [*init_containers(self.pod), *get_containers(self.pod)]:
+        for spec in [*get_init_containers(self.pod), *get_containers(self.pod)]:
             kind = find_container_kind(self.pod, spec)
             folder = self.setup.folder / "containers" / spec["name"]
             container = Container(
@@ -94,7 +94,7 @@ class PodRunner:
                 self.setup.probe_target,
                 default_grace=grace,
             )
-            if init_containers(self.pod):
+            if get_init_containers(self.pod):
                 container.state = Waiting("PodInitializing")
             old = [*(status.get("containerStatuses") or []), *(status.get("initContainerStatuses") or [])]
             if former := find(old, "name", spec["name"]):
@@ -363,7 +363,7 @@ class PodRunner:
             self.pod = pod
 
     def _emit(self, severity: EventSeverity, reason: str, message: str, container: str) -> None:
-        kind = "initContainers" if find(init_containers(self.pod), "name", container) else "containers"
+        kind = "initContainers" if find(get_init_containers(self.pod), "name", container) else "containers"
         path = f"spec.{kind}{{{container}}}" if container else ""
         self.services.events.emit(self.pod, "Pod", severity, reason, message, field_path=path)
 

@@ -17,7 +17,7 @@ class ClaimError(Exception):
 async def check_claims(api: Api, pod: Json) -> None:
     """Raise ClaimError, with a kubelet's message, if a claim of the pod is not usable."""
     for claim_request in pod["spec"].get("resourceClaims") or []:
-        claim = await _read(api, pod, _claim_name(pod, claim_request))
+        claim = await _read(api, pod, _find_claim_name(pod, claim_request))
         status = claim.get("status") or {}
         if not status.get("allocation"):
             raise ClaimError(f"resource claim {get_name(claim)} is not allocated")
@@ -27,7 +27,7 @@ async def check_claims(api: Api, pod: Json) -> None:
             )
 
 
-def _claim_name(pod: Json, claim_request: Json) -> str:
+def _find_claim_name(pod: Json, claim_request: Json) -> str:
     """Return the name of a claim, or of the claim that was created from the template."""
     status = find((pod.get("status") or {}).get("resourceClaimStatuses"), "name", claim_request["name"])
     name = claim_request.get("resourceClaimName") or (status or {}).get("resourceClaimName")

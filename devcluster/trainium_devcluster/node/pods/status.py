@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from trainium_contract.rfc3339 import format_rfc3339
-from trainium_devcluster.node.api.objects import EPOCH, Json, find, get_containers, init_containers, is_sidecar
+from trainium_devcluster.node.api.objects import EPOCH, Json, find, get_containers, get_init_containers, is_sidecar
 
 
 class ContainerKind(StrEnum):
@@ -86,7 +86,7 @@ class PodSnapshot:
 
 def find_container_kind(pod: Json, container: Json) -> ContainerKind:
     """Return the kind of `container` in `pod`: init, sidecar or main."""
-    if find(init_containers(pod), "name", container["name"]) is None:
+    if find(get_init_containers(pod), "name", container["name"]) is None:
         return ContainerKind.MAIN
     return ContainerKind.SIDECAR if is_sidecar(container) else ContainerKind.INIT
 
@@ -117,7 +117,7 @@ def exit_reason(exit_code: int) -> str:
 def compute_phase(pod: Json, views: Sequence[ContainerSnapshot], *, terminal: bool) -> str:
     """Return the phase of a pod; `terminal` if no container runs or will start."""
     by_name = {view.name: view for view in views}
-    specs = {c["name"]: c for c in [*init_containers(pod), *get_containers(pod)]}
+    specs = {c["name"]: c for c in [*get_init_containers(pod), *get_containers(pod)]}
     init_failed = init_pending = False
     for view in (v for v in by_name.values() if v.kind is ContainerKind.INIT):
         ended = _end_of(view)

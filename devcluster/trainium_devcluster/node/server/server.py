@@ -63,7 +63,7 @@ class NodeServer:
             text = f'container "{container.name}" in pod "{request.match_info["pod"]}" is waiting to start'
             raise web.HTTPBadRequest(text=text)
         try:
-            query = _query(request)
+            query = _parse_query(request)
         except ValueError as error:
             raise web.HTTPBadRequest(text=f"bad log options: {error}") from error
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
@@ -88,7 +88,7 @@ class NodeServer:
         return await exec_stream.serve(request, container.process.launcher, command, stdin)
 
 
-def _query(request: web.Request) -> logs.LogOptions:
+def _parse_query(request: web.Request) -> logs.LogOptions:
     query = request.query
     since = None
     if "sinceSeconds" in query:

@@ -7,7 +7,7 @@ that only protect others (CPU, memory) are not enforced, but reported once per n
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainium_devcluster.node.api.objects import Json, get_containers, init_containers
+from trainium_devcluster.node.api.objects import Json, get_containers, get_init_containers
 from trainium_devcluster.node.processes.command import ADDABLE_CAPABILITIES
 
 _VOLUMES = frozenset(
@@ -58,7 +58,7 @@ def reject_ephemeral(pod: Json) -> str | None:
 def find_unenforced_fields(pod: Json) -> list[str]:
     """Return the fields of this pod that are accepted without effect."""
     fields: list[str] = []
-    for container in [*init_containers(pod), *get_containers(pod)]:
+    for container in [*get_init_containers(pod), *get_containers(pod)]:
         limits = (container.get("resources") or {}).get("limits") or {}
         fields += [f"resources.limits.{name}" for name in ("cpu", "memory", "ephemeral-storage") if name in limits]
         context = container.get("securityContext") or {}
@@ -113,7 +113,7 @@ def _check_volumes(pod: Json) -> Iterator[str]:
 
 
 def _check_containers(pod: Json) -> Iterator[str]:
-    for kind, group in (("initContainers", init_containers(pod)), ("containers", get_containers(pod))):
+    for kind, group in (("initContainers", get_init_containers(pod)), ("containers", get_containers(pod))):
         for container in group:
             prefix = f"spec.{kind}[{container['name']}]."
             yield from _find_set(container, _CONTAINER_FIELDS, prefix=prefix)

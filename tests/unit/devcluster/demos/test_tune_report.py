@@ -70,7 +70,7 @@ def test_the_tables_show_figures_and_shortened_answers() -> None:
     screen = Console(width=110, file=io.StringIO(), record=True)
     evaluation = Evaluation.from_json(DOCUMENT)
     screen.print(report.format_figures(evaluation))
-    screen.print(report.answer_table(evaluation))
+    screen.print(report.build_answer_table(evaluation))
     text = screen.export_text()
     assert "80.000" in text
     assert "List the arguments." in text

@@ -36,7 +36,7 @@ _REJOIN_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 
 
-class Recovery:
+class FaultRun:
     """Runs one launcher through the faults."""
 
     def __init__(self, demo: ProgramDemo, launcher: Launcher, limit_seconds: float = float("inf")) -> None:
