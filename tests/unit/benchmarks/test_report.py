@@ -75,7 +75,8 @@ def test_training_speed_marks_missed_goals_and_names_which_peer_is_missing() -> 
         "date": "2026-11-21",
         "quick": False,
         "device": "cpu",
-        "machine": {"processor": "x86_64", "cores": 2, "load": 0.1, "threads": "1", "torch": "2.13.0"},
+        "machine": {"processor": "x86_64", "cores": 2, "load": 0.1},
+        "software": {"threads": "1", "torch": "2.13.0"},
         "settings": {"model": {"numLayers": 2, "hiddenSize": 64}, "length": 64, "rounds": 3},
         "goals": {"speed": 1.1, "memory": 1.0},
         "peers": {

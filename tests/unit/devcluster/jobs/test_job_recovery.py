@@ -52,7 +52,7 @@ def test_a_wait_that_times_out_reports_the_state_of_the_job(tmp_path: Path) -> N
     job = GivenJob(tmp_path)
     job.write_steps({1: 1.0, 2: 2.0})
     with pytest.raises(
-        JobTimeoutError, match="team/job did not reach step 9 within 0 s: Phase Running, step 2, pods job-w-0"
+        JobTimeoutError, match=r"team/job did not reach step 9 within \d+ s: Phase Running, step 2, pods job-w-0"
     ):
         job.wait_for_step(9, 0.1)
 
