@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from aiohttp.connector import Connection
 
-    from trainium_operator.cluster.api.transport import KubernetesTransport
+    from trainium_contract.api_server.aio import HttpClient
 
 WATCH_SECONDS = 240
 # Left to itself kopf asks for the user's name, and the user id of a container need not have one. Only kopf's peering,
@@ -101,7 +101,7 @@ def _decode_line(line: bytes) -> bytes:
 def make_registry(
     *,
     observe: Callable[[dict[str, Any], bool], None],
-    client: KubernetesTransport,
+    client: HttpClient,
 ) -> kopf.OperatorRegistry:
     """Create the handlers of one operator; `observe(body, deleted)` receives every TrainingJob that kopf receives."""
     registry = kopf.OperatorRegistry()
@@ -126,7 +126,7 @@ def make_registry(
     return registry
 
 
-def _build_session(client: KubernetesTransport, headers: Mapping[str, str]) -> kopf.AiohttpSession:
+def _build_session(client: HttpClient, headers: Mapping[str, str]) -> kopf.AiohttpSession:
     """Create kopf's connections, which read objects of any depth; kopf closes them."""
     access = client.access
     login = urllib3.make_headers(proxy_basic_auth=access.proxy.login) if access.proxy.login else {}

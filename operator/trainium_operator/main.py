@@ -27,7 +27,7 @@ from trainium_operator.settings import Settings, create_process_identity, parse_
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
-    from trainium_operator.cluster.api.transport import KubernetesTransport
+    from trainium_contract.api_server.aio import HttpClient
     from trainium_operator.endpoints.servers import EndpointServer
     from trainium_operator.runtime import Runtime
 
@@ -79,7 +79,7 @@ async def operate(settings: Settings) -> int:
     except NoClusterError as error:
         logger.error("%s", error)  # noqa: TRY400 - the sentence is enough
         return 1
-    namespace = settings.namespace or transport.namespace
+    namespace = settings.namespace or transport.access.namespace
     lease_transport = transport.open_separate_pool(LEASE_CONNECTIONS)
     identity = create_process_identity(os.environ)
     runtime = Runtime(settings, transport, namespace=namespace, identity=identity, lease_transport=lease_transport)
@@ -93,7 +93,7 @@ async def operate(settings: Settings) -> int:
 class RuntimeSupervisor:
     """Starts, supervises and stops the parts of one runtime."""
 
-    def __init__(self, runtime: Runtime, transport: KubernetesTransport) -> None:
+    def __init__(self, runtime: Runtime, transport: HttpClient) -> None:
         self._runtime = runtime
         self._transport = transport
         self._stop = asyncio.Event()

@@ -61,6 +61,10 @@ class HttpClient:
             raise NoClusterError(f"no cluster: a certificate of the kubeconfig cannot be used: {error}") from error
         self._client.user_agent = user_agent
 
+    def open_separate_pool(self, connections: int) -> HttpClient:
+        """Return a client of the same identity with a separate pool of at most so many connections."""
+        return HttpClient(self.access, user_agent=self._client.user_agent, connections=connections)
+
     @property
     def tls(self) -> ssl.SSLContext:
         """TLS context of the connections."""

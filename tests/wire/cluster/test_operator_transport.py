@@ -17,9 +17,10 @@ from kubernetes.config import incluster_config
 from tests.testing.api.http_api_server import run_http_server
 from tests.testing.api.recorded_jobs import kubeconfig
 from trainium_contract.api_server import kubeconfig as files
+from trainium_contract.api_server.aio import HttpClient
 from trainium_contract.api_server.errors import ConnectionFailedError, NoClusterError
 from trainium_operator.cluster.api.client import APPLY_PATCH
-from trainium_operator.cluster.api.transport import KubernetesTransport, connect
+from trainium_operator.cluster.api.transport import connect
 
 REQUEST_OPTIONS: dict[str, Any] = {"query": {}, "body": None, "content_type": "application/json", "timeout": 5.0}
 PLUGIN = """#!/bin/sh
@@ -39,7 +40,7 @@ def write_kubeconfig(folder: Path, server: str, **user: Any) -> str:
     return str(path)
 
 
-async def read_token(client: KubernetesTransport) -> str:
+async def read_token(client: HttpClient) -> str:
     answer = json.loads((await client.request("GET", "/x", **REQUEST_OPTIONS)).body)
     return str(answer["token"])
 
@@ -94,7 +95,7 @@ async def test_a_pod_uses_its_service_account_and_reloads_the_token(
     for name, content in (("token", "t"), ("ca.crt", authority.cert_pem.bytes().decode()), ("namespace", "team")):
         (tmp_path / name).write_text(content)
     client = await connect(None)
-    assert (client.access.server, client.namespace) == ("https://10.0.0.1:443", "team")
+    assert (client.access.server, client.access.namespace) == ("https://10.0.0.1:443", "team")
     assert (await client.build_headers())["Authorization"] == "bearer t"
     (tmp_path / "token").write_text("renewed")
     assert (await client.build_headers())["Authorization"] == "bearer renewed"

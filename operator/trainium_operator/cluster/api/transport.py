@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractAsyncContextManager
 
-__all__ = ["HttpResponse", "KubernetesTransport", "ResponseStream", "Transport", "connect"]
+__all__ = ["HttpResponse", "ResponseStream", "Transport", "connect"]
 
 AGENT = "trainium-operator"
 CONNECTIONS = 128
@@ -51,20 +51,7 @@ class Transport(Protocol):
         ...
 
 
-class KubernetesTransport(HttpClient):
-    """Transport with the credentials of the operator; `connect` creates it."""
-
-    @property
-    def namespace(self) -> str:
-        """Namespace of the credentials."""
-        return self.access.namespace
-
-    def open_separate_pool(self, connections: int) -> KubernetesTransport:
-        """Return a transport of the same identity with a separate pool of at most so many connections."""
-        return KubernetesTransport(self.access, user_agent=AGENT, connections=connections)
-
-
-async def connect(kubeconfig: str | None) -> KubernetesTransport:
+async def connect(kubeconfig: str | None) -> HttpClient:
     """Load credentials from a kubeconfig file, else from the pod's ServiceAccount, KUBECONFIG or ~/.kube/config.
 
     Raises NoClusterError, which names what to set.
@@ -80,4 +67,4 @@ async def connect(kubeconfig: str | None) -> KubernetesTransport:
         return access
 
     access = await asyncio.to_thread(find_valid_access)
-    return KubernetesTransport(access, user_agent=AGENT, connections=CONNECTIONS)
+    return HttpClient(access, user_agent=AGENT, connections=CONNECTIONS)

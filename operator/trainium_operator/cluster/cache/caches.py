@@ -17,7 +17,7 @@ from trainium_operator.cluster.cache.reflector import Lister, Reflector
 from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from trainium_contract.api_server.responses import Json
     from trainium_operator.cluster.api.client import Api
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from trainium_operator.settings import Settings
 
 
+_NOT_AWAITED = (resources.SERVICES.kind, resources.NETWORK_POLICIES.kind)
+"""Kinds of children that no job waits for."""
 Watching: TypeAlias = "Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView] | Reflector[JobRecord]"
 
 
@@ -35,9 +37,9 @@ class Caches:
 
     jobs: Lister[JobRecord]
     pods: Reflector[PodView]
-    config_maps: Reflector[ChildRecord]
     nodes: Reflector[NodeView] | None
-    disruption_budgets: Reflector[ChildRecord]
+    children: Mapping[str, Reflector[ChildRecord]]
+    """Other objects that a job controls, by kind; NetworkPolicies only where the operator creates them."""
     kueue: Kueue
     """Jobs without a queue do not wait for it."""
     dra: Dra
@@ -46,21 +48,22 @@ class Caches:
     """The namespaces that are served, and those in which all of the above except the nodes is known."""
     other_pods: Reflector[PodView]
     """Pods of roles, and those that measure the models of milestones; no other job waits for them."""
-    services: Reflector[ChildRecord]
-    """Services of roles; no job without roles waits for them."""
-    network_policies: Reflector[ChildRecord] | None = None
-    """No job waits for them; None where the operator creates none."""
+
+    @property
+    def config_maps(self) -> Reflector[ChildRecord]:
+        """ConfigMaps of jobs, with the records of their memberships."""
+        return self.children[resources.CONFIG_MAPS.kind]
 
     def list_reflectors(self) -> tuple[Watching, ...]:
         """Return all that have a `run`; the jobs only where individual namespaces are served; else kopf does."""
         jobs = self.jobs if isinstance(self.jobs, Reflector) else None
-        watched = (self.pods, self.config_maps, self.disruption_budgets, self.nodes, jobs)
+        children = (reflector for kind, reflector in self.children.items() if kind not in _NOT_AWAITED)
+        watched = (self.pods, *children, self.nodes, jobs)
         return tuple(reflector for reflector in watched if reflector is not None)
 
     def list_optional_reflectors(self) -> tuple[Watching, ...]:
         """Return those that no job waits for."""
-        watched = (self.other_pods, self.services, self.network_policies)
-        return tuple(reflector for reflector in watched if reflector is not None)
+        return (self.other_pods, *(self.children[kind] for kind in _NOT_AWAITED if kind in self.children))
 
     async def wait_until_synced(self) -> None:
         """Wait until each has been listed once."""
@@ -116,25 +119,23 @@ def make_caches(
             api, resources.PODS, parse, namespaces=namespaces, labels=labels, of_jobs=True, find_stray=find_stray
         )
 
-    def watch_children(resource: resources.Resource, namespaces: Namespaces) -> Reflector[ChildRecord]:
-        return Reflector(api, resource, views.parse_child, namespaces=namespaces, labels=LABEL_JOB, of_jobs=True)
-
     def separate() -> Namespaces:
         """Return other states: a namespace in which an optional kind cannot be read is served like others."""
         return Namespaces(served or EVERYWHERE)
 
+    def watch_children(resource: resources.Resource) -> Reflector[ChildRecord]:
+        namespaces = separate() if resource.kind in _NOT_AWAITED else states
+        return Reflector(api, resource, views.parse_child, namespaces=namespaces, labels=LABEL_JOB, of_jobs=True)
+
+    kinds = [resources.CONFIG_MAPS, resources.DISRUPTION_BUDGETS, resources.SERVICES]
+    kinds += [resources.NETWORK_POLICIES] if settings.job_network_policy else []
     return Caches(
         jobs=(Reflector if served else Lister)(api, resources.JOBS, views.parse_job, namespaces=states),
         pods=watch_pods(views.parse_worker_pod, f"{LABEL_ROLE}={ROLE_WORKER}", states, views.find_stray),
-        config_maps=watch_children(resources.CONFIG_MAPS, states),
         nodes=Reflector(api, resources.NODES, views.parse_node) if settings.watch_nodes else None,
-        disruption_budgets=watch_children(resources.DISRUPTION_BUDGETS, states),
+        children={resource.kind: watch_children(resource) for resource in kinds},
         kueue=Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
         dra=Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
         namespaces=states,
         other_pods=watch_pods(views.parse_other_pod, OTHER_ROLES, separate()),
-        services=watch_children(resources.SERVICES, separate()),
-        network_policies=watch_children(resources.NETWORK_POLICIES, separate())
-        if settings.job_network_policy
-        else None,
     )

@@ -209,21 +209,12 @@ class Executor:
             await self._delete_job(job, action)
 
     async def _apply(self, job: JobView, manifest: Json) -> None:
-        caches = self._caches
-        listers: tuple[Lister[Any] | None, ...] = (
-            caches.config_maps,
-            caches.disruption_budgets,
-            caches.dra.templates,
-            caches.network_policies,
-            caches.services,
-        )
-        lister = next(
-            candidate for candidate in listers if candidate is not None and candidate.resource.kind == manifest["kind"]
-        )
+        kind = manifest["kind"]
+        lister: Lister[Any] = self._caches.dra.templates if kind == TEMPLATES.kind else self._caches.children[kind]
         before = lister.store.get((job.namespace, manifest["metadata"]["name"]))
         stored = await self._create_or_replace(job, lister.resource, manifest, lister.store)
         lister.write_through(stored)
-        if lister.resource != TEMPLATES:  # named after its content
+        if kind != TEMPLATES.kind:  # named after its content
             self._outcomes.record_applied(job.uid, manifest, before, stored)
 
     async def _create_or_replace(

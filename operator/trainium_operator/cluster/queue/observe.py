@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from trainium_operator.cluster.api.resources import NETWORK_POLICIES
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE
 from trainium_operator.plan.model.observed import (
@@ -58,16 +59,10 @@ class Observer:
         pods = tuple(sorted(caches.pods.store.list_owned_by(job.id).values(), key=lambda pod: pod.ordinal))
         children = {
             f"{kind}/{name}": self.outcomes.find_requested(job, f"{kind}/{name}", record)
-            for kind, lister in (
-                ("ConfigMap", caches.config_maps),
-                ("PodDisruptionBudget", caches.disruption_budgets),
-                ("NetworkPolicy", caches.network_policies),
-                ("Service", caches.services),
-            )
-            if lister is not None
-            for (_, name), record in lister.store.list_owned_by(job.id).items()
+            for kind, reflector in caches.children.items()
+            for (_, name), record in reflector.store.list_owned_by(job.id).items()
         }
-        membership = caches.find_membership(job)
+        membership, policies = caches.find_membership(job), caches.children.get(NETWORK_POLICIES.kind)
         pods, other_pods = self.warnings.add_warnings(job, pods), self._list_other_pods(job)
         return Observed(
             job=job,
@@ -88,7 +83,7 @@ class Observer:
             create_after=self.refusal_backoff.get_blocked_until(job.uid),
             creation_refusal=self.refusal_backoff.find_refusal(job.uid),
             name_conflicts=self.refusal_backoff.list_name_conflicts(job.uid),
-            policies_listed=caches.network_policies is not None and caches.network_policies.answered,
+            policies_listed=policies is not None and policies.answered,
             refusals=self.outcomes.list_refusals(job.uid),
             strays=tuple(
                 stray
@@ -200,11 +195,8 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], limiter: PlanRateLi
     caches.pods.listen_to_strays(limiter.put)
     caches.pods.store.listen(jobs_by_node.handle_pod_change)
     caches.pods.store.listen(handle_pod_change)
-    caches.config_maps.store.listen(handle_child_change)
-    caches.disruption_budgets.store.listen(handle_child_change)
-    if caches.network_policies is not None:
-        caches.network_policies.store.listen(handle_child_change)
-    caches.services.store.listen(handle_child_change)
+    for reflector in caches.children.values():
+        reflector.store.listen(handle_child_change)
     caches.other_pods.store.listen(jobs_by_node.handle_pod_change)
     caches.other_pods.store.listen(handle_child_change)
     caches.kueue.workloads.store.listen(handle_owned_change)

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.api_server.errors import ApiError, NotFoundError
 from trainium_contract.faults.causes import Cause
-from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.status.conditions import ConditionType
+from trainium_contract.views.events import build_event_views
 from trainium_contract.wire.log_line import format_log_text
 from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.api.resources import EVENTS, PODS
-from trainium_operator.cluster.cache.parts import as_mapping, as_mappings, as_text
+from trainium_operator.cluster.cache.parts import as_mappings
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import STARTING_REASONS, JobView, PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     from trainium_contract.api_server.responses import Json
     from trainium_operator.cluster.api.client import Api
@@ -150,21 +150,10 @@ def _is_starting(pod: PodView) -> bool:
     return waits and pod.reason in {"", *STARTING_REASONS} and not pod.init_container
 
 
-def _find_newest_warning(pod: PodView, events: Iterable[Json], now: float) -> _Warning:
+def _find_newest_warning(pod: PodView, events: Sequence[Json], now: float) -> _Warning:
     """Return the newest warning since the pod got its node."""
-    recent = [(at, event) for event in events if (at := _parse_last_seen(event)) > now - FRESH_SECONDS]
-    recent = [(at, event) for at, event in recent if event.get("reason") != "FailedScheduling"]
-    if not recent:
-        return _Warning(pod.uid)
-    event = max(recent, key=lambda item: item[0])[1]
-    message = format_log_text(as_text(event.get("message"))[:MAX_MESSAGE_CHARACTERS])
-    return _Warning(pod.uid, as_text(event.get("reason"))[:64], message)
-
-
-def _parse_last_seen(event: Json) -> float:
-    stamps = (
-        as_mapping(event.get("series")).get("lastObservedTime"),
-        event.get("lastTimestamp"),
-        event.get("eventTime"),
-    )
-    return max(parse_rfc3339(stamp) or 0.0 for stamp in stamps)
+    for event in build_event_views(events):
+        if event.at > now - FRESH_SECONDS and event.reason != "FailedScheduling":
+            message = format_log_text(event.message[:MAX_MESSAGE_CHARACTERS])
+            return _Warning(pod.uid, event.reason[:64], message)
+    return _Warning(pod.uid)
