@@ -192,7 +192,7 @@ class Runtime:
         )
         return server.CoordinatorServer(
             self.state,
-            authentication.Authenticator(self.token_verifier.verify, worker_pods),
+            authentication.Authenticator(self.token_verifier.verify, worker_pods.find_job),
             is_serving=self.serving.is_set,
             notify=self._notify,
             until_serving=self._wait_until_serving,

@@ -12,7 +12,7 @@ from trainium_contract.api_server.errors import ApiError, ConflictError, Forbidd
 from trainium_operator.cluster.api.resources import SECRETS, Resource
 from trainium_operator.coordinator.certificate_keeper import SecretConflictError, SecretUnavailableError
 from trainium_operator.coordinator.token_verifier import KeysUnavailableError
-from trainium_operator.http.errors import AuthenticationUnavailableError
+from trainium_operator.http.errors import AuthenticationUnavailableError, PodDeletedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -120,7 +120,7 @@ class Reviewer:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPods:
-    """The pod cache as a PodDirectory."""
+    """The worker pods in the cache."""
 
     pods: IndexedCache[PodView]
     jobs: IndexedCache[JobRecord]
@@ -129,17 +129,16 @@ class WorkerPods:
     """Return whether the caches hold everything that existed when this process became the leader."""
 
     def find_job(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
-        """See PodDirectory."""
+        """Return the job of this incarnation of the pod; None if it is not a worker of an existing job.
+
+        Raises PodDeletedError if the job is missing: an operator creates no pod before it has read the job.
+        """
         entry = self.pods.get_entry((namespace, pod_name))
         if entry is None or entry.uid != pod_uid or entry.owner is None:
             return None
         job = self.jobs.get((entry.owner.namespace, entry.owner.name))
-        return entry.owner if job is not None and job.id == entry.owner and not job.managed_elsewhere else None
-
-    def is_orphaned(self, namespace: str, pod_name: str, pod_uid: str) -> bool:
-        """See PodDirectory. An operator creates no pod before it has read the job, so a missing job was deleted."""
-        entry = self.pods.get_entry((namespace, pod_name))
-        if entry is None or entry.uid != pod_uid or entry.owner is None or not self.is_current():
-            return False
-        job = self.jobs.get((entry.owner.namespace, entry.owner.name))
-        return job is None or job.id != entry.owner
+        if job is not None and job.id == entry.owner:
+            return None if job.managed_elsewhere else entry.owner
+        if self.is_current():
+            raise PodDeletedError(f"the TrainingJob of pod {pod_name} no longer exists")
+        return None

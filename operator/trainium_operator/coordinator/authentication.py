@@ -11,9 +11,9 @@ Guarantees:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from trainium_operator.http.errors import ForbiddenError, PodDeletedError, UnauthenticatedError
+from trainium_operator.http.errors import ForbiddenError, UnauthenticatedError
 from trainium_operator.http.tokens import read_bearer_token
 
 if TYPE_CHECKING:
@@ -34,24 +34,21 @@ class Caller:
     """When its token expires, in Unix seconds."""
 
 
-class PodDirectory(Protocol):
-    """The worker pods that exist."""
-
-    def find_job(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
-        """Return the job of this incarnation of the pod; None if it is not a worker of an existing job."""
-        ...
-
-    def is_orphaned(self, namespace: str, pod_name: str, pod_uid: str) -> bool:
-        """Return whether this incarnation of the pod is a worker of a job that was deleted."""
-        ...
-
-
 class Authenticator:
-    """Check tokens; `verify` returns the claims of a valid one (`TokenVerifier`)."""
+    """Check tokens.
 
-    def __init__(self, verify: Callable[[str], Awaitable[dict[str, Any]]], pods: PodDirectory) -> None:
+    `verify` returns the claims of a valid one (`TokenVerifier`). `find_worker_job(namespace, pod, uid)` returns the job
+    of this incarnation of the pod, None if it is not a worker of an existing job, and raises PodDeletedError if its job
+    was deleted.
+    """
+
+    def __init__(
+        self,
+        verify: Callable[[str], Awaitable[dict[str, Any]]],
+        find_worker_job: Callable[[str, str, str], JobId | None],
+    ) -> None:
         self._verify = verify
-        self._pods = pods
+        self._find_worker_job = find_worker_job
 
     async def identify(self, authorization: str) -> Caller:
         """Return the worker pod that the token was issued to.
@@ -79,9 +76,7 @@ class Authenticator:
         return owner
 
     def _find_job(self, caller: Caller) -> JobId:
-        owner = self._pods.find_job(caller.namespace, caller.pod_name, caller.pod_uid)
-        if owner is None and self._pods.is_orphaned(caller.namespace, caller.pod_name, caller.pod_uid):
-            raise PodDeletedError(f"the TrainingJob of pod {caller.pod_name} no longer exists")
+        owner = self._find_worker_job(caller.namespace, caller.pod_name, caller.pod_uid)
         if owner is None:
             raise ForbiddenError(
                 f"pod {caller.pod_name} is not a worker of any TrainingJob that exists. If its job was deleted without "

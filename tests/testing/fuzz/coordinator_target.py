@@ -238,7 +238,7 @@ class _CoordinatorHarness:
         pods = WorkerPods(operator.caches.pods.store, operator.caches.jobs.store, is_current=lambda: True)
         self._server = CoordinatorServer(
             operator.state,
-            Authenticator(TokenVerifier(ISSUER.read).verify, pods),
+            Authenticator(TokenVerifier(ISSUER.read).verify, pods.find_job),
             is_serving=lambda: self._leads,
             notify=lambda namespace, job, _at_once: operator.queue.put((namespace, job)),
             on_message=_METRICS.record_message,

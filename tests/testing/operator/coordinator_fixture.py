@@ -15,6 +15,7 @@ from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.coordinator.token_verifier import KeysUnavailableError, TokenVerifier
+from trainium_operator.http.errors import PodDeletedError
 from trainium_operator.http.tls import ServerTls
 from trainium_operator.plan.model.names import JobId
 
@@ -58,7 +59,7 @@ class CoordinatorFixture:
         self.notifications: list[tuple[str, str, bool]] = []
         self.server = CoordinatorServer(
             self.state,
-            Authenticator(TokenVerifier(self.read_keys).verify, self),
+            Authenticator(TokenVerifier(self.read_keys).verify, self.find_job),
             is_serving=lambda: self.leading,
             notify=lambda *notification: self.notifications.append(notification),
             until_serving=lambda: self.serving_event.wait() if self.serving_event is not None else None,
@@ -68,12 +69,9 @@ class CoordinatorFixture:
         """Of the streams that `send` opens; none without TLS."""
         self._streams: dict[tuple[str, str | None], StreamClient] = {}
 
-    def is_orphaned(self, _namespace: str, pod_name: str, _pod_uid: str) -> bool:
-        return pod_name in self.orphaned
-
     def find_job(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
         if pod_name in self.orphaned:
-            return None
+            raise PodDeletedError(f"the TrainingJob of pod {pod_name} no longer exists")
         return LLAMA if pod_uid == f"uid-{pod_name}" and pod_name.startswith("w-") else None
 
     async def read_keys(self) -> tuple[str, dict[str, Any]]:

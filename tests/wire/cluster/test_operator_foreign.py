@@ -29,7 +29,7 @@ from trainium_operator.cluster.api.resources import (
     Resource,
 )
 from trainium_operator.cluster.coordinator_ports import WorkerPods
-from trainium_operator.http.errors import ForbiddenError
+from trainium_operator.http.errors import ForbiddenError, PodDeletedError
 from trainium_operator.plan.model import names
 from trainium_operator.settings import Settings
 
@@ -157,14 +157,15 @@ async def test_a_job_of_another_controller_is_ignored() -> None:
     assert not [key for key in cluster.objects if key[0] == EVENTS.plural]
     caches = process.runtime.caches
     uid = cluster.get(PODS, "default", "llama-w-0")["metadata"]["uid"]
-    directory = WorkerPods(caches.pods.store, caches.jobs.store, is_current=lambda: True)
-    assert directory.find_job("default", "llama-w-0", uid) is None
-    assert not directory.is_orphaned("default", "llama-w-0", uid), "its job exists"
+    workers = WorkerPods(caches.pods.store, caches.jobs.store, is_current=lambda: True)
+    assert workers.find_job("default", "llama-w-0", uid) is None, "its job exists"
     no_jobs: Any = SimpleNamespace(get=lambda _key: None)
-    for current in (True, False):  # a process that has not read all objects does not know
-        without = WorkerPods(caches.pods.store, no_jobs, is_current=lambda current=current: current)
-        assert without.is_orphaned("default", "llama-w-0", uid) is current
-        assert not without.is_orphaned("default", "llama-w-0", "of an earlier pod")
+    without_jobs = WorkerPods(caches.pods.store, no_jobs, is_current=lambda: True)
+    assert without_jobs.find_job("default", "llama-w-0", "of an earlier pod") is None
+    with pytest.raises(PodDeletedError):
+        without_jobs.find_job("default", "llama-w-0", uid)
+    incomplete = WorkerPods(caches.pods.store, no_jobs, is_current=lambda: False)
+    assert incomplete.find_job("default", "llama-w-0", uid) is None, "not all objects were read yet"
     await process.kill()
 
 

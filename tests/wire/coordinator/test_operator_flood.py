@@ -68,9 +68,6 @@ class LeadingCoordinator:
     port: int
     trust: ssl.SSLContext
 
-    def is_orphaned(self, _namespace: str, _pod_name: str, _pod_uid: str) -> bool:
-        return False
-
     def find_job(self, _namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
         return LLAMA if pod_name.startswith("w-") and pod_uid == f"uid-{pod_name}" else None
 
@@ -142,7 +139,7 @@ async def run_coordinator(folder: Path) -> AsyncIterator[LeadingCoordinator]:
     verifier = TokenVerifier(partial(read_token_keys, Api(transport)))
     coordinator.server = CoordinatorServer(
         CoordinatorState(time.time),
-        Authenticator(verifier.verify, coordinator),
+        Authenticator(verifier.verify, coordinator.find_job),
         is_serving=lambda: True,
         notify=lambda *_: None,
     )

@@ -25,13 +25,9 @@ ISSUER = TokenIssuer()
 POD = ("job-a-w-0", "pod-uid")
 
 
-class Pods:
-    def find_job(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
-        jobs = {("team", *POD): JOB_A, ("team", "job-b-w-0", "other"): JobId("team", "job-b", "uid-b")}
-        return jobs.get((namespace, pod_name, pod_uid))
-
-    def is_orphaned(self, _namespace: str, _pod_name: str, _pod_uid: str) -> bool:
-        return False
+def find_worker_job(namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
+    jobs = {("team", *POD): JOB_A, ("team", "job-b-w-0", "other"): JobId("team", "job-b", "uid-b")}
+    return jobs.get((namespace, pod_name, pod_uid))
 
 
 class AuthenticatorHarness:
@@ -41,7 +37,7 @@ class AuthenticatorHarness:
         self.outage = ""
         self.reads = 0
         self.verifier = TokenVerifier(self.read)
-        self.authenticator = Authenticator(self.verifier.verify, Pods())
+        self.authenticator = Authenticator(self.verifier.verify, find_worker_job)
 
     async def read(self) -> tuple[str, dict[str, Any]]:
         self.reads += 1
