@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from aiohttp.connector import Connection
 
-    from trainium_contract.api_server.aio import HttpClient
+    from trainium_operator.cluster.api.transport import HttpClient
 
 WATCH_SECONDS = 240
 # Left to itself kopf asks for the user's name, and the user id of a container need not have one. Only kopf's peering,

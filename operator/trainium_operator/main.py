@@ -27,7 +27,7 @@ from trainium_operator.settings import Settings, create_process_identity, parse_
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
-    from trainium_contract.api_server.aio import HttpClient
+    from trainium_operator.cluster.api.transport import HttpClient
     from trainium_operator.endpoints.servers import EndpointServer
     from trainium_operator.runtime import Runtime
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractAsyncContextManager
 
-__all__ = ["HttpResponse", "ResponseStream", "Transport", "connect"]
+__all__ = ["HttpClient", "HttpResponse", "ResponseStream", "Transport", "connect"]
 
 AGENT = "trainium-operator"
 CONNECTIONS = 128

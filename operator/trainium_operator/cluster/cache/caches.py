@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainium_operator.settings import Settings
 
 
-_NOT_AWAITED = (resources.SERVICES.kind, resources.NETWORK_POLICIES.kind)
+_OPTIONAL_KINDS = (resources.SERVICES.kind, resources.NETWORK_POLICIES.kind)
 """Kinds of children that no job waits for."""
 Watching: TypeAlias = "Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView] | Reflector[JobRecord]"
 
@@ -57,13 +57,13 @@ class Caches:
     def list_reflectors(self) -> tuple[Watching, ...]:
         """Return all that have a `run`; the jobs only where individual namespaces are served; else kopf does."""
         jobs = self.jobs if isinstance(self.jobs, Reflector) else None
-        children = (reflector for kind, reflector in self.children.items() if kind not in _NOT_AWAITED)
+        children = (reflector for kind, reflector in self.children.items() if kind not in _OPTIONAL_KINDS)
         watched = (self.pods, *children, self.nodes, jobs)
         return tuple(reflector for reflector in watched if reflector is not None)
 
     def list_optional_reflectors(self) -> tuple[Watching, ...]:
         """Return those that no job waits for."""
-        return (self.other_pods, *(self.children[kind] for kind in _NOT_AWAITED if kind in self.children))
+        return (self.other_pods, *(self.children[kind] for kind in _OPTIONAL_KINDS if kind in self.children))
 
     async def wait_until_synced(self) -> None:
         """Wait until each has been listed once."""
@@ -124,7 +124,7 @@ def make_caches(
         return Namespaces(served or EVERYWHERE)
 
     def watch_children(resource: resources.Resource) -> Reflector[ChildRecord]:
-        namespaces = separate() if resource.kind in _NOT_AWAITED else states
+        namespaces = separate() if resource.kind in _OPTIONAL_KINDS else states
         return Reflector(api, resource, views.parse_child, namespaces=namespaces, labels=LABEL_JOB, of_jobs=True)
 
     kinds = [resources.CONFIG_MAPS, resources.DISRUPTION_BUDGETS, resources.SERVICES]
