@@ -14,8 +14,8 @@ import pytest
 from tests.testing.cluster.installed import install_operator
 from tests.testing.cluster.jobs import Job
 from tests.testing.cluster.shared_cluster import SharedCluster
+from tests.testing.operator.job_views import job_spec, job_view
 from tests.testing.suite.timeouts import until
-from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_devcluster.binaries.catalog import find_kubernetes
 from trainium_devcluster.cluster import Cluster, create_system_node, create_system_values
 from trainium_devcluster.jobs.metrics import has_every_sample_once
@@ -24,7 +24,7 @@ from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.transport import connect
 from trainium_operator.cluster.cache.discovery import discover_gang_apis
 from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, Plan
-from trainium_operator.plan.model.observed import GangApi, JobView, Observed, PlanSettings
+from trainium_operator.plan.model.observed import GangApi, Observed, PlanSettings
 from trainium_operator.plan.plan import plan
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
@@ -62,21 +62,7 @@ async def discover_served_apis(cluster: Cluster) -> dict[GangApi, str]:
 def first_plan(cluster: Cluster, apis: dict[GangApi, str], replicas: int) -> Plan:
     """Return the first plan of a new job of `replicas` CPU workers, whose owner is an existing object."""
     owner = json.loads(cluster.kubectl("get", "configmap", "kube-root-ca.crt", "-o", "json"))["metadata"]["uid"]
-    job = JobView(
-        namespace="default",
-        name="gang",
-        uid=owner,
-        generation=1,
-        deleting=False,
-        spec=TrainingJobSpec.model_validate(
-            {
-                "workers": {"replicas": replicas, "accelerator": {"device": "cpu"}},
-                "trainer": {"batch": {"globalSize": 12}},
-            }
-        ),
-        status=TrainingJobStatus(),
-        created=time.time(),
-    )
+    job = job_view(job_spec(workers={"replicas": replicas}), name="gang", uid=owner, created=time.time())
     seen = Observed(
         job=job,
         pods=(),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.definition.conftest import Api
-from tests.cluster.definition.test_chart import NAME, find, render_chart
+from tests.cluster.definition.rendered_chart import render_chart
 from tests.testing.suite.timeouts import scaled, until
 from trainium_contract.accelerators import INSTANCES
 
@@ -50,7 +50,7 @@ def place_replicas(api: Api, namespace: str, group: str, nodes: dict[str, str]) 
         return not any(node["spec"].get("taints") for node in listed)
 
     until(is_tolerated, "the nodes have no taint", scaled(20))
-    template = find(render_chart(api), "Deployment", NAME)["spec"]["template"]
+    template = render_chart(api).pod
     labels = template["metadata"]["labels"] | {"pod-template-hash": group}
     spec = template["spec"] | {"nodeSelector": {LABEL: group}}
     del spec["serviceAccountName"]

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from tests.testing.api.objects import worker_pod
 from tests.testing.api.recorded_jobs import recorded_object
 from tests.testing.fuzz import objects
 from tests.testing.fuzz.invariants import check_type, require
@@ -151,16 +152,9 @@ def _pack_membership(raw: Any) -> Any:
 
 def _worker(number: int) -> Json:
     """Return a running pod of the recorded job."""
-    metadata = {**objects.OWNED, "name": f"llama-w-{number}", "uid": f"uid-{number}", "annotations": {}}
-    return {
-        "metadata": {**metadata, "creationTimestamp": "2027-01-15T08:00:00Z"},
-        "spec": {"nodeName": "n", "containers": [{"name": "worker", "image": "trainer:1"}]},
-        "status": {
-            "phase": "Running",
-            "podIP": f"10.0.0.{number}",
-            "conditions": [{"type": "Ready", "status": "True"}],
-        },
-    }
+    status = {"phase": "Running", "podIP": f"10.0.0.{number}", "conditions": [{"type": "Ready", "status": "True"}]}
+    metadata = {**objects.OWNED, "uid": f"uid-{number}", "annotations": {}, "creationTimestamp": "2027-01-15T08:00:00Z"}
+    return worker_pod(f"llama-w-{number}", owner=objects.OWNER, node="n", status=status, **metadata)
 
 
 def _receive_heartbeat(operator: OperatorHarness, message: Json) -> None:

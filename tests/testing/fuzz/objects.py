@@ -2,13 +2,13 @@
 
 from typing import Any
 
+from tests.testing.api.objects import owner_reference
+
 Json = dict[str, Any]
 
 JOB_UID = "882a352e-b6c2-4b1d-b8f0-56b2b4af9314"
 """uid of the recorded job `team/llama`."""
-OWNER: Json = {
-    "apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "name": "llama", "uid": JOB_UID, "controller": True,
-}  # fmt: skip
+OWNER: Json = owner_reference(uid=JOB_UID)
 OWNED: Json = {"labels": {"trainium.dev/job-name": "llama"}, "ownerReferences": [OWNER], "namespace": "team"}
 MACHINE: Json = {
     "machine": "aws:///us-west-2a/i-0abc",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
+from tests.testing.api.objects import bind_pod
 from tests.testing.fuzz.invariants import check_plan, check_type, require
 from trainium_contract.api_server.errors import NotFoundError
 from trainium_operator.cluster.api.client import Api
@@ -283,6 +284,6 @@ def _start_pod(manifest: Json) -> Json:
     """Return the pod as started by the kubelet of a separate node."""
     name = manifest["metadata"]["name"]
     number = int(name.rpartition("-")[2]) % 250 + 1
-    spec = {**manifest["spec"], "nodeName": f"node-{number}"}
-    status = {"phase": "Running", "podIP": f"10.0.0.{number}", "conditions": [{"type": "Ready", "status": "True"}]}
-    return {**manifest, "spec": spec, "status": status}
+    started = {**manifest, "spec": {**manifest["spec"]}}
+    bind_pod(f"node-{number}", number)(started)
+    return started

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from tests.testing.operator.job_views import job_spec, job_view
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobStatus
+from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Interruption, RecoveryResponse, RestartsStatus
@@ -17,18 +18,10 @@ from trainium_operator.plan.model.observed import JobView, NodeCondition, NodeRe
 NOW = 1_800_000_000.0
 
 
-def job_view(uid: str, status: TrainingJobStatus | None = None) -> JobView:
-    spec = TrainingJobSpec.model_validate({"workers": {"replicas": 4, "spares": 2, "accelerator": {"device": "cpu"}}})
-    return JobView(
-        namespace="team",
-        name=f"job-{uid}",
-        uid=uid,
-        generation=1,
-        deleting=False,
-        spec=spec,
-        status=status or TrainingJobStatus(),
-        created=NOW,
-    )
+def named_job(uid: str, status: TrainingJobStatus | None = None) -> JobView:
+    """Return the job `team/job-<uid>` with 4 workers and 2 spares."""
+    spec = job_spec(workers={"spares": 2})
+    return job_view(spec, status, namespace="team", name=f"job-{uid}", uid=uid, created=NOW)
 
 
 def read_samples(metrics: Metrics) -> dict[str, float]:
@@ -43,7 +36,7 @@ def busy_metrics() -> Metrics:
     metrics = Metrics(lambda: NOW, named_jobs=20)
     for phase in Phase:
         for status in _statuses(phase):
-            metrics.record_plan(job_view(phase.value), status)
+            metrics.record_plan(named_job(phase.value), status)
     for code in (200, 401, 403):
         metrics.record_message("heartbeat", code)
     for code in (200, 401, 403, 429):

@@ -23,6 +23,12 @@ def registration(member: messages.Member, namespace: str = "ns", job: str = "j")
     return messages.RegisterRequest(namespace=namespace, job=job, agent_version="1", **identity)
 
 
+def process_failure(exit_code: int = 139, **changes: Any) -> messages.ProcessFailure:
+    """Return the first failure of rank 0 in the first attempt of generation 1."""
+    defaults = {"sequence": 0, "generation": 1, "attempt": 0, "rank": 0, "message": "boom", "at": 0.0}
+    return messages.ProcessFailure(exit_code=exit_code, **{**defaults, **changes})
+
+
 def heartbeat(pod: str = "w-0", **changes: Any) -> messages.HeartbeatRequest:
     defaults = {"namespace": "ns", "job": "j", "pod_name": pod, "pod_uid": f"uid-{pod}", "generation": 1}
     return messages.HeartbeatRequest(**{"phase": messages.WorkerPhase.TRAINING, **defaults, **changes})

@@ -7,19 +7,20 @@ As real agents do, these ones
 - leave a generation when a newer one does not name them;
 - use the clock of their node.
 
-Virtual time has no sockets, so agents call the coordinator's state directly. Other tests replace agents in other ways:
-the fleet benchmarks speak the protocol over TLS, thousands of agents in one process; `tests/unit/plan/fake_data_plane`
-has agents without an API server, for tens of thousands of histories; the simulator has its published model of agents.
+Virtual time has no sockets, so agents call the coordinator's state directly. `tests/unit/plan/fake_data_plane` has the
+same agents without an API server, for tens of thousands of histories.
 """
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from tests.testing.api.fake_api_server import FakeApiServer
+from tests.testing.api.objects import bind_pod, end_worker, ready_node
+from tests.testing.operator.reporting_agent import ReportingAgent
 from tests.testing.operator.wire_messages import member, registration
 from tests.testing.virtual.operator_process import OperatorProcess, wall_clock
 from trainium_contract.faults.causes import Cause
@@ -31,7 +32,6 @@ from trainium_contract.wire.messages import (
     Membership,
     ProcessFailure,
     Progress,
-    RestartRecord,
     WorkerPhase,
 )
 from trainium_contract.wire.worker_env import LABEL_ROLE, ROLE_WORKER
@@ -44,21 +44,32 @@ STOP_SECONDS = 1.0
 
 
 @dataclass
-class Agent:
+class Agent(ReportingAgent):
     """One pod's agent, as far as the operator can observe it."""
 
-    name: str
-    uid: str
-    job: str
-    job_id: JobId
-    node: str
-    ip: str
+    job_uid: str = ""
     membership: Membership | None = None
-    attempt: int = 0
-    failures: list[ProcessFailure] = field(default_factory=list)
-    restarts: list[RestartRecord] = field(default_factory=list)
-    verdict: ProcessFailure | None = None
     finished: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.registration.pod_name
+
+    @property
+    def uid(self) -> str:
+        return self.registration.pod_uid
+
+    @property
+    def node(self) -> str:
+        return self.registration.node_name
+
+    @property
+    def job(self) -> str:
+        return self.registration.job
+
+    @property
+    def job_id(self) -> JobId:
+        return JobId(self.registration.namespace, self.job, self.job_uid)
 
     @property
     def member(self) -> bool:
@@ -86,7 +97,7 @@ class Workers:
         """Seconds by which the clock of a node is ahead; its agent's check reports it, and its times use it."""
         self._deletion_seen_at: dict[str, float] = {}
         for number in range(nodes):
-            cluster.add(NODES, _build_node(f"node-{number}"))
+            cluster.add(NODES, ready_node(f"node-{number}"))
 
     @property
     def operator(self) -> OperatorProcess | None:
@@ -154,14 +165,8 @@ class Workers:
             if agent is None:
                 owner = raw["metadata"]["ownerReferences"][0]
                 uid = raw["metadata"]["uid"]
-                self.agents[uid] = Agent(
-                    name,
-                    uid,
-                    owner["name"],
-                    JobId(namespace, owner["name"], owner["uid"]),
-                    node,
-                    raw["status"]["podIP"],
-                )
+                identity = member(name, pod_uid=uid, pod_ip=raw["status"]["podIP"], node_name=node)
+                self.agents[uid] = Agent(registration(identity, namespace, owner["name"]), job_uid=owner["uid"])
             elif agent.finished:
                 message = encode_last_report(self._heartbeat(agent))
                 self.cluster.change(PODS, namespace, name, end_worker(0, "Completed", "Succeeded", message))
@@ -192,52 +197,23 @@ class Workers:
         for agent in members:
             agent.attempt = attempt
             agent.finished = self.steps[job] >= self.total_steps
-            agent.restarts = [
-                record if record.resumed_at else record.model_copy(update={"resumed_at": self._clock(agent)})
-                for record in agent.restarts
-            ]
+            agent.record_resumption(self._clock(agent))
 
     def crash_process(self, job: str, rank: int, code: int = 139) -> None:
         """Kill one rank; all ranks restart in place without the operator."""
         members = self.members(job)
-        step = self.step_of(job)
+        members[rank].failures.append(self._build_failure(members[rank], rank, code))
         for agent in members:
-            assert agent.membership is not None
-            now = self._clock(agent)
-            generation, culprit = agent.membership.generation, agent is members[rank]
-            if culprit:
-                agent.failures.append(self._failure(agent, generation, rank, code))
-            agent.attempt += 1
-            agent.restarts.append(
-                RestartRecord(
-                    sequence=len(agent.restarts),
-                    generation=generation,
-                    attempt=agent.attempt,
-                    cause=Cause.CRASH if culprit else Cause.PEER_LOST,
-                    failed_at=now,
-                    detected_at=now,
-                    step_before=step,
-                    resume_step=step,
-                )
-            )
+            cause = Cause.CRASH if agent is members[rank] else Cause.PEER_LOST
+            agent.restart_in_place(cause, step=self.step_of(job), at=self._clock(agent))
 
     def give_up(self, job: str, rank: int, code: int) -> None:
         """Let an agent give up; the other agents stop."""
         agent = self.members(job)[rank]
-        assert agent.membership is not None
-        agent.verdict = self._failure(agent, agent.membership.generation, rank, code)
+        agent.verdict = self._build_failure(agent, rank, code)
 
-    def _failure(self, agent: Agent, generation: int, rank: int, code: int) -> ProcessFailure:
-        return ProcessFailure(
-            sequence=len(agent.failures),
-            generation=generation,
-            attempt=agent.attempt,
-            rank=rank,
-            exit_code=code,
-            step=self.step_of(agent.job),
-            message="boom",
-            at=self._clock(agent),
-        )
+    def _build_failure(self, agent: Agent, rank: int, code: int) -> ProcessFailure:
+        return agent.build_failure(rank, code, step=self.step_of(agent.job), at=self._clock(agent))
 
     def _clock(self, agent: Agent) -> float:
         return wall_clock() + self.clock_offsets.get(agent.node, 0.0)
@@ -271,15 +247,15 @@ class Workers:
                         (agent.job_id.namespace, agent.job), process.runtime.settings.status_interval
                     )
         except NotRegisteredError:
-            identity = member(agent.name, pod_uid=agent.uid, pod_ip=agent.ip, node_name=agent.node)
-            if state.register(agent.job_id, registration(identity, agent.job_id.namespace, agent.job)):
+            if state.register(agent.job_id, agent.registration):
                 process.runtime.queue.put((agent.job_id.namespace, agent.job))
 
     def _follow_membership(self, agent: Agent, membership: Membership | None) -> None:
         if membership is None or agent.finished:
             return
         if agent.membership is None or membership.generation > agent.membership.generation:
-            agent.membership, agent.attempt, agent.verdict = membership, 0, None
+            agent.membership = membership
+            agent.enter(membership.generation)
 
     def _heartbeat(self, agent: Agent) -> HeartbeatRequest:
         if agent.verdict is not None:
@@ -292,19 +268,11 @@ class Workers:
         else:
             phase = WorkerPhase.STANDBY
         step, now = self.step_of(agent.job), self._clock(agent)
-        return HeartbeatRequest(
-            namespace=agent.job_id.namespace,
-            job=agent.job,
-            pod_name=agent.name,
-            pod_uid=agent.uid,
-            generation=agent.membership.generation if agent.member and agent.membership else 0,
-            attempt=agent.attempt,
-            phase=phase,
+        return agent.build_heartbeat(
+            phase,
+            generation=agent.generation if agent.member else 0,
             progress=self._progress(step, now) if agent.member else None,
             checks=self._check_results(agent),
-            failures=tuple(agent.failures[-8:]),
-            restarts=tuple(agent.restarts[-8:]),
-            verdict=agent.verdict,
             ready=True,
         )
 
@@ -318,41 +286,10 @@ _ALIVE = ("Pending", "Running")
 def lose_node(workers: Workers, node: str) -> None:
     """Power off a node: its pod stays in the API server for a while, and its agent is silent."""
     workers.lost_nodes.add(node)
-    workers.cluster.change(NODES, "", node, lambda raw: raw["status"]["conditions"][0].update(status="Unknown"))
+    set_readiness(workers.cluster, "Unknown", [node])
 
 
-def set_readiness(workers: Workers, status: str, nodes: Iterable[str]) -> None:
-    """Write the condition that the node controller sets on nodes with silent kubelets."""
-    for node in nodes:
-        workers.cluster.change(NODES, "", node, lambda raw: raw["status"]["conditions"][0].update(status=status))
-
-
-def _build_node(name: str) -> dict[str, Any]:
-    ready = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
-    return {"metadata": {"name": name}, "spec": {}, "status": {"conditions": [ready]}}
-
-
-def bind_pod(node: str, number: int) -> Callable[[dict[str, Any]], None]:
-    """Return a change that binds a pod to this node and starts it, as scheduler and kubelet do."""
-
-    def change(raw: dict[str, Any]) -> None:
-        raw["spec"]["nodeName"] = node
-        raw["status"] = {
-            "phase": "Running",
-            "podIP": f"10.{number // 62500}.{number // 250 % 250}.{number % 250 + 1}",
-            "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "True"}],
-            "containerStatuses": [{"name": "worker", "state": {"running": {}}}],
-        }
-
-    return change
-
-
-def end_worker(code: int, reason: str, phase: str, message: str = "") -> Callable[[dict[str, Any]], None]:
-    """Return a change of a pod that terminates its worker container."""
-
-    def change(raw: dict[str, Any]) -> None:
-        raw["status"]["phase"] = phase
-        state = {"exitCode": code, "reason": reason, "finishedAt": "2026-01-01T01:00:00Z", "message": message}
-        raw["status"]["containerStatuses"] = [{"name": "worker", "state": {"terminated": state}}]
-
-    return change
+def set_readiness(cluster: FakeApiServer, status: str, nodes: Iterable[str] | None = None) -> None:
+    """Write the condition that the node controller sets on nodes with silent kubelets; on all without `nodes`."""
+    for node in cluster.names(NODES, "") if nodes is None else nodes:
+        cluster.change(NODES, "", node, lambda raw: raw["status"]["conditions"][0].update(status=status))

@@ -13,7 +13,7 @@ from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.internal import unpack_internal
 from trainium_contract.wire.recorded_membership import parse_refused_status
 from trainium_contract.wire.worker_env import LABEL_ROLE
-from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
 from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.settings import Settings
 
@@ -185,11 +185,6 @@ class OperatorDeployment(WorkerCluster):
 
     def change_spec(self, change: Callable[[dict[str, Any]], None], name: str = "llama") -> None:
         self.cluster.change(JOBS, "default", name, lambda raw: change(raw["spec"]))
-
-    def mark_nodes(self, status: str) -> None:
-        """Set the condition Ready of every node."""
-        for name in self.cluster.names(NODES, ""):
-            self.cluster.change(NODES, "", name, lambda raw: raw["status"]["conditions"][0].update(status=status))
 
     async def wait_until_running(self, seconds: float = 120, job: str = "llama") -> None:
         """Wait until the status shows that it trains, and that nothing is open."""

@@ -3,30 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+from tests.testing.operator.wire_messages import member, membership
 from trainium_agent.exits.restart_policy import GenerationState
-from trainium_contract.faults.causes import Cause
-from trainium_contract.wire.messages import Member, Membership, Transition
+from trainium_contract.wire.messages import Membership
 
 
 def build_membership(port: int = 1, *, nodes: int = 2, generation: int = 1, uid: str = "uid") -> Membership:
-    members = tuple(
-        Member(
-            pod_uid=f"{uid}-{rank}",
-            pod_name=f"job-w-{rank}",
-            pod_ip="127.0.0.1",
-            node_name=f"node-{rank}",
-            node_rank=rank,
-            rendezvous_port=port,
-        )
-        for rank in range(nodes)
+    address = {"pod_ip": "127.0.0.1", "rendezvous_port": port}
+    members = (
+        member(f"job-w-{rank}", pod_uid=f"{uid}-{rank}", node_name=f"node-{rank}", **address) for rank in range(nodes)
     )
-    return Membership(
-        generation=generation,
-        transition=Transition.IMMEDIATE,
-        cause=Cause.RESIZE,
-        members=members,
-        processes_per_node=1,
-    )
+    return membership(generation, *members)
 
 
 class FakeGenerationStore:

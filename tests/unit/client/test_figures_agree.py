@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from tests.testing.api.recorded_jobs import recorded_object
-from tests.testing.operator.metric_builders import job_view as named_job
-from tests.testing.operator.metric_builders import read_samples
+from tests.testing.operator.metric_builders import named_job, read_samples
 from tests.testing.outputs.tables import read_columns
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_cluster import FakeCluster

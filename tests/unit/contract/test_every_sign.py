@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.testing.operator import wire_messages
 from tests.unit.agent.pod_environment import ended_rank
 from trainium_agent.exits.diagnosis import ExitDiagnoser, describe_exit, exit_priority
 from trainium_agent.exits.restart_policy import GenerationState, decide_restart
@@ -164,18 +165,13 @@ def agent_response(process: RankProcess, line: str = "") -> str:
 
 def heartbeat(failure: ProcessFailure | None = None, line: str = "") -> HeartbeatRequest:
     kernel = (KernelEvent(sequence=0, line=line, at=AT),) if line else ()
-    return HeartbeatRequest(
-        namespace="default", job="demo", pod_name="demo-w-0", pod_uid="uid-0", phase=WorkerPhase.JOINING, ready=True,
-        generation=1, failures=() if failure is None else (failure,), kernel=kernel,
-    )  # fmt: skip
+    failures = () if failure is None else (failure,)
+    return wire_messages.heartbeat(phase=WorkerPhase.JOINING, ready=True, failures=failures, kernel=kernel)
 
 
 def operator_response(code: int, status: int | None = None, line: str = "", output: str = "") -> str:
     """Format the operator's verdict on the exit of a process, and whether it waited in a collective."""
-    failure = ProcessFailure(
-        sequence=0, generation=1, attempt=0, rank=0, exit_code=code, runtime_status=status, output_line=output, at=AT,
-        message="m",
-    )  # fmt: skip
+    failure = wire_messages.process_failure(code, runtime_status=status, output_line=output, at=AT, message="m")
     verdict = classify_process_failure(heartbeat(failure, line), failure, ())
     waited = " waited" if silence._has_waited_in_collective(failure) else ""
     return f"{format_verdict(verdict)}{waited} | {verdict.sentence}"

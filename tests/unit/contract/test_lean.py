@@ -2,13 +2,13 @@
 
 from trainium_contract.wire.messages import HeartbeatRequest
 
+IDENTITY = {"namespace": "team", "job": "llama", "generation": 1}
+
 
 def heartbeat(step: int, **more: object) -> HeartbeatRequest:
-    reported = {
-        "namespace": "team", "job": "llama", "podName": f"w-{step}", "podUid": f"uid-{step}", "generation": 1,
-        "phase": "Training", "progress": {"step": step, "loss": 2.0, "samples": 1, "memoryStep": 1, "durableStep": 0},
-    }  # fmt: skip
-    return HeartbeatRequest.model_validate(reported | more)
+    progress = {"step": step, "loss": 2.0, "samples": 1, "memoryStep": 1, "durableStep": 0}
+    reported = {"phase": "Training", "progress": progress, **more}
+    return HeartbeatRequest.model_validate(IDENTITY | {"podName": f"w-{step}", "podUid": f"uid-{step}"} | reported)
 
 
 def test_lean_messages_share_their_field_sets() -> None:

@@ -1,3 +1,5 @@
+"""The steady clock of the operator hides jumps of the wall clock and converges to it."""
+
 from trainium_operator.clock import SteadyClock
 
 

@@ -1,3 +1,5 @@
+"""Flags, variables and defaults of the operator, and the lines of its log."""
+
 import io
 import json
 import logging

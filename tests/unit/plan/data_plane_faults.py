@@ -5,9 +5,9 @@ Each fault returns whether it applied; one that cannot happen in the current sta
 
 from dataclasses import replace
 
-from tests.unit.plan.fake_data_plane import Agent, FakeDataPlane, Node, Pod
+from tests.unit.plan.fake_data_plane import FakeDataPlane, Node, Pod
 from trainium_contract.faults.causes import Cause
-from trainium_contract.wire.messages import ProcessFailure, RestartRecord, WorkerPhase
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.model.observed import NodeCondition, NodeView, PodPhase, Taint
 
 
@@ -26,34 +26,11 @@ class FaultyDataPlane(FakeDataPlane):
         if not agents or any(agent.phase is not WorkerPhase.TRAINING for _, agent in agents):
             return False
         victim = agents[rank % len(agents)][1]
-        victim.failures.append(self._failure(victim, rank, code))
+        victim.failures.append(victim.build_failure(rank, code, step=victim.step, at=self.now))
         for _, agent in agents:
-            agent.attempt += 1
             agent.phase = WorkerPhase.JOINING
-            agent.restarts.append(
-                RestartRecord(
-                    sequence=len(agent.restarts),
-                    generation=agent.generation,
-                    attempt=agent.attempt,
-                    cause=cause if agent is victim else Cause.PEER_LOST,
-                    failed_at=self.now,
-                    detected_at=self.now,
-                    step_before=agent.step,
-                )
-            )
+            agent.restart_in_place(cause if agent is victim else Cause.PEER_LOST, step=agent.step, at=self.now)
         return True
-
-    def _failure(self, victim: Agent, rank: int, code: int) -> ProcessFailure:
-        return ProcessFailure(
-            sequence=len(victim.failures),
-            generation=victim.generation,
-            attempt=victim.attempt,
-            rank=rank,
-            exit_code=code,
-            step=victim.step,
-            message="boom",
-            at=self.now,
-        )
 
     def give_up(self, rank: int, code: int) -> bool:
         """Let one agent give up with a verdict and the others of its generation stop."""
@@ -63,7 +40,7 @@ class FaultyDataPlane(FakeDataPlane):
         for agent in agents:
             agent.phase = WorkerPhase.FAILED
         victim = agents[rank % len(agents)]
-        victim.verdict = self._failure(victim, rank, code)
+        victim.verdict = victim.build_failure(rank, code, step=victim.step, at=self.now)
         return True
 
     def fail_preflight(self, name: str, code: int = 80) -> bool:
@@ -73,9 +50,7 @@ class FaultyDataPlane(FakeDataPlane):
         if agent is None or agent.phase is not WorkerPhase.STANDBY:
             return False
         agent.phase, agent.ready = WorkerPhase.FAILED, False
-        agent.verdict = ProcessFailure(
-            sequence=0, generation=0, attempt=0, rank=0, exit_code=code, message="unfit", at=self.now
-        )
+        agent.verdict = agent.build_failure(0, code, step=-1, at=self.now, message="unfit")
         return True
 
     def kill_pod(self, name: str, phase: PodPhase = PodPhase.FAILED, code: int = 137) -> bool:

@@ -8,9 +8,10 @@ As on a real cluster:
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tests.testing.operator.reporting_agent import ReportingAgent
 from tests.testing.operator.wire_messages import member, registration
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
@@ -21,10 +22,7 @@ from trainium_contract.status.results import ArtifactReport
 from trainium_contract.wire.messages import (
     HeartbeatRequest,
     Membership,
-    ProcessFailure,
     Progress,
-    RegisterRequest,
-    RestartRecord,
     StepTiming,
     WorkerPhase,
 )
@@ -53,16 +51,12 @@ class Node:
 
 
 @dataclass
-class Agent:
-    registration: RegisterRequest
-    generation: int = 0
-    attempt: int = 0
+class Agent(ReportingAgent):
+    """The agent of a pod, and how far its ranks are."""
+
     phase: WorkerPhase = WorkerPhase.STANDBY
     ready: bool = False
     step: int = 0
-    failures: list[ProcessFailure] = field(default_factory=list)
-    restarts: list[RestartRecord] = field(default_factory=list)
-    verdict: ProcessFailure | None = None
     stage: str = "Train"
     stage_since: float = 0.0
     waiting_for: tuple[int, ...] = ()
@@ -229,8 +223,7 @@ class FakeDataPlane:
                 continue
             is_member = published.find_node_rank(pod.view.uid) is not None
             if is_member or agent.phase not in (WorkerPhase.STANDBY, WorkerPhase.FINISHED):
-                agent.generation = published.generation
-                agent.attempt, agent.verdict = 0, None
+                agent.enter(published.generation)
                 agent.phase = WorkerPhase.JOINING if is_member else WorkerPhase.STANDBY
 
     def _train(self, steps: int) -> None:
@@ -285,11 +278,7 @@ class FakeDataPlane:
         self.committed = max(self.committed, reached - reached % 10)
         for agent in agents:
             agent.step = reached
-            for index, record in enumerate(agent.restarts):
-                if record.resumed_at is None and record.generation == agent.generation and reached > record.step_before:
-                    agent.restarts[index] = record.model_copy(
-                        update={"resumed_at": self.now, "resume_step": record.step_before}
-                    )
+            agent.record_resumption(self.now, reached=reached)
             if reached == total and not self.stages:
                 agent.phase = WorkerPhase.FINISHED
 
@@ -308,10 +297,7 @@ class FakeDataPlane:
             if agent.stage == name:
                 continue
             agent.stage, agent.stage_since = name, self.now
-            for index, record in enumerate(agent.restarts):
-                if record.resumed_at is None and record.generation == agent.generation:
-                    update = {"resumed_at": self.now, "resume_step": agent.step}
-                    agent.restarts[index] = record.model_copy(update=update)
+            agent.record_resumption(self.now)
 
     def _progress(self, agent: Agent) -> Progress:
         if not self.reports_steps:
@@ -336,18 +322,9 @@ class FakeDataPlane:
         return StepTiming(steps=10, step_seconds=slowest, own_seconds=own)
 
     def _heartbeat(self, pod: Pod, agent: Agent) -> HeartbeatRequest:
-        return HeartbeatRequest(
-            namespace="default",
-            job=self.name,
-            pod_name=pod.view.name,
-            pod_uid=pod.view.uid,
-            generation=agent.generation,
-            attempt=agent.attempt,
-            phase=agent.phase,
+        return agent.build_heartbeat(
+            agent.phase,
             progress=self._progress(agent) if agent.generation else None,
-            failures=tuple(agent.failures[-8:]),
-            verdict=agent.verdict,
-            restarts=tuple(agent.restarts[-8:]),
             waiting_for=agent.waiting_for,
             ready=agent.ready,
             timing=self._timing(pod) if agent.phase is WorkerPhase.TRAINING else None,

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.testing.operator import wire_messages
+from tests.testing.operator.job_views import job_spec, job_view
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.interruptions import Interruption, RecoveryResponse
@@ -37,13 +38,7 @@ SETTINGS = PlanSettings(
 CA = "-----BEGIN CERTIFICATE-----\n"
 
 
-def spec(**changes: Any) -> TrainingJobSpec:
-    """Return a CPU job of 4 workers and no spare whose batch divides evenly at sizes 1 to 4, 6, 8, 12 and 24."""
-    workers = {"replicas": 4, "accelerator": {"device": "cpu"}, **changes.pop("workers", {})}
-    changed = changes.pop("trainer", {})
-    length = {} if "epochs" in changed else {"steps": 100}
-    trainer = {"batch": {"globalSize": 24}, **length, **changed}
-    return TrainingJobSpec.model_validate({"workers": workers, "trainer": trainer, **changes})
+spec = job_spec
 
 
 def program_spec(**changes: Any) -> TrainingJobSpec:
@@ -54,17 +49,7 @@ def program_spec(**changes: Any) -> TrainingJobSpec:
 
 
 def job(job_spec: TrainingJobSpec | None = None, status: TrainingJobStatus | None = None, **changes: Any) -> JobView:
-    view = JobView(
-        namespace="default",
-        name="demo",
-        uid="job-uid",
-        generation=1,
-        deleting=False,
-        spec=job_spec or spec(),
-        status=status or TrainingJobStatus(),
-        created=NOW - 100,
-    )
-    return replace(view, **changes)
+    return job_view(job_spec, status, **{"created": NOW - 100, **changes})
 
 
 def pod(ordinal: int, **changes: Any) -> PodView:
@@ -136,8 +121,8 @@ def by_pod_uid(agents: dict[int, AgentView]) -> dict[str, AgentView]:
 
 
 def failure(code: int, *, attempt: int = 0, step: int = 20, rank: int = 0, **changes: Any) -> messages.ProcessFailure:
-    fields = {"sequence": 0, "generation": 1, "message": "Traceback ... boom", "at": NOW - 2, **changes}
-    return messages.ProcessFailure(attempt=attempt, exit_code=code, step=step, rank=rank, **fields)
+    fields = {"message": "Traceback ... boom", "at": NOW - 2, **changes}
+    return wire_messages.process_failure(code, attempt=attempt, step=step, rank=rank, **fields)
 
 
 def failed_agent(ordinal: int, code: int, **changes: Any) -> AgentView:

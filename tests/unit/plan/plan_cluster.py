@@ -6,6 +6,7 @@ A restarted operator knows no agents; a write whose precondition does not hold f
 from dataclasses import replace
 from typing import Any, Self
 
+from tests.testing.operator.job_views import job_view
 from tests.unit.plan.data_plane_faults import FaultyDataPlane
 from tests.unit.plan.fake_data_plane import STEPS_PER_SECOND, Pod
 from tests.unit.plan.plan_builders import CA, NOW, SETTINGS
@@ -97,16 +98,7 @@ class FakeCluster(FaultyDataPlane):
     # --- the operator -------------------------------------------------------------------------------------------
 
     def observe(self) -> observed.Observed:
-        job = observed.JobView(
-            namespace="default",
-            name=self.name,
-            uid="job-uid",
-            generation=self.generation,
-            deleting=False,
-            spec=self.spec,
-            status=self.status,
-            created=NOW,
-        )
+        job = job_view(self.spec, self.status, name=self.name, generation=self.generation, created=NOW)
         return observed.Observed(
             job=job,
             pods=tuple(pod.view for pod in self.pods.values()),

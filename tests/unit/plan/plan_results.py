@@ -61,6 +61,10 @@ class PlanResult(Plan):
     def actions_of_type(self, kind: type[A]) -> list[A]:
         return [action for action in self.actions if isinstance(action, kind)]
 
+    def only_action(self, kind: type[A]) -> A:
+        (action,) = self.actions_of_type(kind)
+        return action
+
     def event_notes(self, reason: str) -> list[str]:
         return [event.note for event in self.events if event.reason == reason]
 

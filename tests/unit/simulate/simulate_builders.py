@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tests.testing.operator.job_views import job_spec
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.status.interruptions import Interruption
 from trainium_simulator.stages import StageTimes
@@ -16,9 +17,8 @@ DAY = 24 * HOUR
 
 def spec(nodes: int = 4, spares: int = 1, **changes: Any) -> TrainingJobSpec:
     """Return a CPU job whose sizes are legal down to 1 with a batch of 24."""
-    workers = {"replicas": nodes, "spares": spares, "accelerator": {"device": "cpu"}, **changes.pop("workers", {})}
-    trainer = {"batch": {"globalSize": 24}, "steps": 10_000_000, **changes.pop("trainer", {})}
-    return TrainingJobSpec.model_validate({"workers": workers, "trainer": trainer, **changes})
+    workers = {"replicas": nodes, "spares": spares, **changes.pop("workers", {})}
+    return job_spec(workers=workers, trainer={"steps": 10_000_000, **changes.pop("trainer", {})}, **changes)
 
 
 def fault(at: float, kind: FaultClass, slot: int = 0, **changes: Any) -> Fault:

@@ -1,3 +1,5 @@
+"""Masks of dropout depend on the seed, module and sample alone, not on batch or layout."""
+
 import pytest
 import torch
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""Which parameters a tuning method trains, and how they are counted and selected."""
+
 import pytest
 import torch
 

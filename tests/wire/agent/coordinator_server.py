@@ -8,7 +8,7 @@ import time
 
 import trustme
 
-from trainium_contract.faults.causes import Cause
+from tests.testing.operator.wire_messages import member, membership
 from trainium_contract.faults.classify import classify_exit_code
 from trainium_contract.faults.responses import Response
 from trainium_contract.wire import messages as m
@@ -62,27 +62,14 @@ class CoordinatorState:
         processes: int = 1,
         grace_seconds: float | None = None,
     ) -> m.Membership:
+        addresses = {"pod_uid", "pod_ip", "node_name", "rendezvous_port"}
         members = [
-            m.Member(
-                pod_uid=self.registered[pod].pod_uid,
-                pod_name=pod,
-                pod_ip=self.registered[pod].pod_ip,
-                node_name=self.registered[pod].node_name,
-                node_rank=rank,
-                rendezvous_port=self.registered[pod].rendezvous_port,
-                grace_seconds=grace_seconds,
-            )
-            for rank, pod in enumerate(pods)
+            member(pod, grace_seconds=grace_seconds, **self.registered[pod].model_dump(include=addresses))
+            for pod in pods
         ]
         generation = (self.membership.generation if self.membership else 0) + 1
         async with self.changed:
-            self.membership = m.Membership(
-                generation=generation,
-                transition=transition,
-                cause=Cause.RESIZE,
-                members=tuple(members),
-                processes_per_node=processes,
-            )
+            self.membership = membership(generation, *members, transition=transition, processes_per_node=processes)
             self.changed.notify_all()
         return self.membership
 

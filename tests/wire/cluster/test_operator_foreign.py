@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_api_server import FakeApiServer
+from tests.testing.api.objects import owner_reference, terminated_status, worker_pod
 from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
@@ -34,21 +35,16 @@ from trainium_operator.plan.model import names
 from trainium_operator.settings import Settings
 
 
-def owner_reference(cluster: FakeApiServer, **changes: Any) -> dict[str, Any]:
+def reference_to_job(cluster: FakeApiServer, **changes: Any) -> dict[str, Any]:
     uid = cluster.get(JOBS, "default", "llama")["metadata"]["uid"]
-    reference = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "name": "llama", "uid": uid, "controller": True}
-    return {**reference, **changes}
+    return {**owner_reference(uid=uid), **changes}
 
 
-def worker_pod(name: str, namespace: str, reference: dict[str, Any], label: str = "llama") -> dict[str, Any]:
+def failed_pod(name: str, namespace: str, reference: dict[str, Any], label: str = "llama") -> dict[str, Any]:
     """Return a pod that has ended with the trainer's exit code for a user's error."""
-    ended = {"name": "worker", "state": {"terminated": {"exitCode": 64, "reason": "Error", "message": "mine"}}}
-    labels = {**names.build_selector_labels(label)}
-    return {
-        "metadata": {"name": name, "namespace": namespace, "labels": labels, "ownerReferences": [reference]},
-        "spec": {"nodeName": "node-0", "containers": [{"name": "worker"}]},
-        "status": {"phase": "Failed", "containerStatuses": [ended]},
-    }
+    status = {"phase": "Failed", "containerStatuses": [terminated_status(exitCode=64, message="mine")]}
+    labels = names.build_selector_labels(label)
+    return worker_pod(name, owner=reference, status=status, namespace=namespace, labels=labels)
 
 
 @asynccontextmanager
@@ -74,7 +70,7 @@ async def training_scenario() -> AsyncIterator[tuple[FakeApiServer, OperatorProc
 async def test_a_pod_with_a_false_owner_is_ignored(namespace: str, changes: dict[str, Any], label: str) -> None:
     async with training_scenario() as (cluster, process, workers):
         step = workers.step
-        cluster.add(PODS, worker_pod(f"{label}-w-7", namespace, owner_reference(cluster, **changes), label))
+        cluster.add(PODS, failed_pod(f"{label}-w-7", namespace, reference_to_job(cluster, **changes), label))
         await asyncio.sleep(20)
         status = unpack_internal(cluster.get(JOBS, "default", "llama")["status"])
         assert (status["phase"], status["membership"]["generation"]) == ("Running", 1)
@@ -92,7 +88,7 @@ async def test_a_pod_with_a_false_owner_is_ignored(namespace: str, changes: dict
 @in_virtual_time
 async def test_an_agent_of_another_namespace_is_refused() -> None:
     async with training_scenario() as (cluster, process, _workers):
-        foreign = cluster.add(PODS, worker_pod("llama-w-7", "elsewhere", owner_reference(cluster)))
+        foreign = cluster.add(PODS, failed_pod("llama-w-7", "elsewhere", reference_to_job(cluster)))
         uid = foreign["metadata"]["uid"]
         await run_pending_tasks()
         token = cluster.issuer.token("llama-w-7", uid, "elsewhere")
@@ -147,7 +143,7 @@ async def test_a_job_of_another_controller_is_ignored() -> None:
     raw["spec"]["managedBy"] = "acme.io/scheduler"
     raw["spec"]["ofAnotherVersion"] = {"that": ["this operator", 1, "cannot read"]}
     cluster.add(JOBS, raw)
-    cluster.add(PODS, worker_pod("llama-w-0", "default", owner_reference(cluster)))
+    cluster.add(PODS, failed_pod("llama-w-0", "default", reference_to_job(cluster)))
     before = cluster.get(JOBS, "default", "llama")
     process = OperatorProcess(cluster)
     await process.start()
@@ -189,7 +185,7 @@ async def test_a_compression_bomb_in_a_record_is_not_unpacked(namespace: str) ->
             "name": "llama-membership",
             "namespace": namespace,
             "labels": names.build_object_labels("llama", "membership"),
-            "ownerReferences": [owner_reference(cluster)],
+            "ownerReferences": [reference_to_job(cluster)],
         }
         tracemalloc.start()
         if namespace == "default":
@@ -256,8 +252,7 @@ async def test_an_object_that_is_not_provably_of_an_earlier_job_is_left_alone(ch
 @in_virtual_time
 async def test_a_job_names_the_object_of_an_earlier_job_that_it_waits_for() -> None:
     scenario = Scenario(nodes=3)
-    reference = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "name": "llama", "uid": "earlier"}
-    metadata = {"name": "llama-config", "ownerReferences": [{**reference, "controller": True}]}
+    metadata = {"name": "llama-config", "ownerReferences": [owner_reference(uid="earlier")]}
     scenario.cluster.add(CONFIG_MAPS, {"metadata": metadata})
     scenario.cluster.add(JOBS, training_job("llama"))
     async with scenario:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.testing.api.objects import owner_reference, worker_pod
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import training_job, until
 from tests.testing.virtual.replicas import Scenario
@@ -13,19 +14,9 @@ from trainium_operator.cluster.api.resources import JOBS, PODS
 from trainium_operator.cluster.cache.reflector import RELIST_SECONDS
 from trainium_operator.cluster.cache.views import find_stray
 
-OWNER = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "name": "llama", "uid": "u", "controller": True}
 
-
-def worker(**metadata: Any) -> dict[str, Any]:
-    labels = {LABEL_JOB: "llama", LABEL_ROLE: "worker"}
-    return {
-        "metadata": {
-            "namespace": "default", "name": "llama-w-3", "uid": "p", "labels": labels, "ownerReferences": [OWNER],
-            **metadata,
-        },
-        "spec": {"nodeName": "node-3"},
-        "status": {"phase": "Running"},
-    }  # fmt: skip
+def worker(name: str = "llama-w-3", **metadata: Any) -> dict[str, Any]:
+    return worker_pod(name, owner=owner_reference(), node="node-3", uid="p", **metadata)
 
 
 @pytest.mark.parametrize(

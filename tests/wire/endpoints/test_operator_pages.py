@@ -9,12 +9,12 @@ import aiohttp
 import pytest
 
 from tests.testing.api.fake_api_server import FakeApiServer, http_error
+from tests.testing.api.objects import owner_reference, worker_pod
 from tests.testing.api.recorded_jobs import NOW, recorded_object
 from tests.testing.operator.endpoints import EndpointsFixture, run_endpoints
 from tests.testing.page.html_page import Page
 from tests.testing.virtual.operator_process import OperatorProcess
 from trainium_contract.pages.live import HEADERS
-from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 from trainium_operator.cluster import job_pages
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
@@ -49,15 +49,8 @@ def add_recorded_jobs(cluster: FakeApiServer) -> None:
     cluster.add(JOBS, job)
     cluster.add(JOBS, {**job, "metadata": {**job["metadata"], "namespace": "other", "name": "secret", "uid": "other"}})
     cluster.add(CONFIG_MAPS, recorded_object("membership"))
-    owner = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "name": "llama", "uid": uid}
     for name, node in (("llama-w-0", "node-2"), ("llama-w-2", "node-1"), ("llama-w-3", "node-4")):
-        metadata = {
-            "name": name,
-            "namespace": "team",
-            "labels": {LABEL_JOB: "llama", LABEL_ROLE: ROLE_WORKER},
-            "ownerReferences": [{**owner, "controller": True}],
-        }
-        cluster.add(PODS, {"metadata": metadata, "spec": {"nodeName": node}, "status": {"phase": "Running"}})
+        cluster.add(PODS, worker_pod(name, owner=owner_reference(uid=uid), node=node, namespace="team"))
     for event in recorded_object("events")["items"]:
         cluster.add(EVENTS, event)
 

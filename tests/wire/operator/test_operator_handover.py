@@ -18,10 +18,10 @@ import pytest
 
 from tests.testing.api.fake_api_server import FakeApiServer
 from tests.testing.api.http_api_server import HttpApiServer
+from tests.testing.api.objects import bind_pod, ready_node
 from tests.testing.api.token_issuer import ISSUER
 from tests.testing.operator.agent_settings import agent_settings
 from tests.testing.suite.timeouts import async_until, scaled
-from tests.testing.virtual.fake_workers import bind_pod
 from tests.testing.virtual.operator_process import training_job
 from trainium_agent.coordinator.client import Callbacks, CoordinatorClient
 from trainium_agent.settings import Endpoint
@@ -125,8 +125,7 @@ class HandoverHarness:
         self.cluster.add(SECRETS, {"metadata": {"name": f"{SERVICE}-tls", "namespace": "system"}, "type": "Opaque"})
         self.cluster.add(JOBS, training_job())
         for at in range(2):
-            ready = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
-            self.cluster.add(NODES, {"metadata": {"name": f"node-{at}"}, "spec": {}, "status": {"conditions": [ready]}})
+            self.cluster.add(NODES, ready_node(f"node-{at}"))
         await self.server.start()
 
     async def operate(self, at: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.testing.api.fake_api_server import Fault, http_error
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
-from tests.testing.virtual.fake_workers import lose_node
+from tests.testing.virtual.fake_workers import lose_node, set_readiness
 from tests.testing.virtual.operator_process import training_job, until
 from tests.testing.virtual.replicas import OperatorDeployment, run_deployment
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
@@ -49,10 +49,10 @@ async def test_an_outage_of_ten_minutes_loses_no_step_and_no_pod() -> None:
         assert deployment.workers.step >= step + 1190
         # Kubelets could not report either: the node controller has marked all nodes.
         deployment.cluster.down = False
-        deployment.mark_nodes("Unknown")
+        set_readiness(deployment.cluster, "Unknown")
         await until(lambda: deployment.leader() is not None, 30, "an operator leads")
         await asyncio.sleep(40)
-        deployment.mark_nodes("True")
+        set_readiness(deployment.cluster, "True")
         await deployment.wait_for_steps(100)
         await deployment.wait_until_running()
         assert deployment.pods() == pods

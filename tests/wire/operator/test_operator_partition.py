@@ -11,7 +11,6 @@ from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import lose_node, set_readiness
 from tests.testing.virtual.operator_process import training_job, until
 from tests.testing.virtual.replicas import Scenario
-from trainium_operator.cluster.api.resources import NODES
 from trainium_operator.cluster.execute import deletion_limit
 
 OBSERVATION_SECONDS = 5 * 60.0
@@ -46,7 +45,7 @@ async def test_an_operator_without_contact_to_all_nodes_deletes_nothing(kubelets
         before, step = scenario.pods_and_generations(), scenario.workers.step
         scenario.workers.cut_off = True
         if kubelets_too:
-            set_readiness(scenario.workers, "Unknown", scenario.cluster.names(NODES, ""))
+            set_readiness(scenario.cluster, "Unknown")
         await asyncio.sleep(OBSERVATION_SECONDS)
         assert scenario.pods_and_generations() == before
         assert scenario.workers.step >= step + 500
@@ -54,7 +53,7 @@ async def test_an_operator_without_contact_to_all_nodes_deletes_nothing(kubelets
         assert "7 of 7 workers are silent at once" in scenario.condition("NodesHealthy")["message"]
         assert sum("are silent at once" in note for note in scenario.event_messages()) == 1
         scenario.workers.cut_off = False
-        set_readiness(scenario.workers, "True", scenario.cluster.names(NODES, ""))
+        set_readiness(scenario.cluster, "True")
         await asyncio.sleep(60)
         assert scenario.pods_and_generations() == before
         assert scenario.condition("NodesHealthy")["reason"] == "NodesHealthy"
@@ -66,7 +65,7 @@ async def test_an_unreachable_zone_that_trains_loses_no_worker() -> None:
         before, step = scenario.pods_and_generations(), scenario.workers.step
         zone = {f"node-{number}" for number in range(0, 9, 3)}
         scenario.workers.muted_nodes = zone
-        set_readiness(scenario.workers, "Unknown", zone)
+        set_readiness(scenario.cluster, "Unknown", zone)
         await asyncio.sleep(OBSERVATION_SECONDS)
         assert scenario.pods_and_generations() == before
         assert scenario.workers.step >= step + 500
@@ -77,7 +76,7 @@ async def test_an_unreachable_zone_that_trains_loses_no_worker() -> None:
 async def test_stale_kubelet_leases_during_training_lose_no_worker() -> None:
     async with train_jobs(8, training_job("llama", replicas=6, spares=1)) as scenario:
         before, step = scenario.pods_and_generations(), scenario.workers.step
-        set_readiness(scenario.workers, "Unknown", scenario.cluster.names(NODES, ""))
+        set_readiness(scenario.cluster, "Unknown")
         await asyncio.sleep(OBSERVATION_SECONDS)
         assert scenario.pods_and_generations() == before
         assert scenario.workers.step >= step + 500
@@ -89,7 +88,7 @@ async def test_unreachable_jobs_of_one_worker_lose_no_worker() -> None:
     async with train_jobs(12, *(training_job(f"job-{number}", replicas=1) for number in range(12))) as scenario:
         before = scenario.pods_and_generations()
         scenario.workers.cut_off = True
-        set_readiness(scenario.workers, "Unknown", scenario.cluster.names(NODES, ""))
+        set_readiness(scenario.cluster, "Unknown")
         await asyncio.sleep(OBSERVATION_SECONDS)
         assert scenario.pods_and_generations() == before
 

@@ -9,6 +9,7 @@ import kopf
 import pytest
 
 from tests.testing.api.fake_api_server import FakeApiServer, http_error
+from tests.testing.api.objects import owner_reference
 from tests.testing.api.token_issuer import ISSUER
 from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from tests.testing.virtual.fake_workers import lose_node
@@ -132,13 +133,7 @@ async def test_only_changes_of_observed_fields_enqueue_a_job() -> None:
     cluster = FakeApiServer(wall_clock)
     cluster.add(NODES, {"metadata": {"name": "n"}, "spec": {}, "status": {}})
     job = cluster.add(JOBS, training_job("j"))
-    owner = {
-        "apiVersion": JOBS.api_version,
-        "kind": "TrainingJob",
-        "name": "j",
-        "uid": job["metadata"]["uid"],
-        "controller": True,
-    }
+    owner = owner_reference("j", job["metadata"]["uid"])
     labels = {"trainium.dev/job-name": "j", "trainium.dev/role": "worker"}
     for resource, name in ((PODS, "j-w-0"), (CONFIG_MAPS, "j-config")):
         cluster.add(resource, {"metadata": {"name": name, "labels": labels, "ownerReferences": [owner]}})

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.testing.api.token_issuer import ISSUER
+from tests.testing.operator import wire_messages
 from tests.testing.operator.agent_settings import agent_settings
 from tests.testing.operator.coordinator_fixture import LLAMA, CoordinatorFixture, membership
 from tests.testing.suite.timeouts import async_until
@@ -40,11 +41,9 @@ class RecordingCoordinator(CoordinatorFixture):
     def heartbeat(self) -> HeartbeatRequest:
         self.step += 1
         known_generation = self.memberships[-1].generation if self.memberships else 0
-        return HeartbeatRequest(
+        return wire_messages.heartbeat(
             namespace="team",
             job="llama",
-            pod_name="w-0",
-            pod_uid="uid-w-0",
             generation=known_generation,
             phase=self.phase if known_generation else WorkerPhase.STANDBY,
             progress=Progress(step=self.step + 10, resume_step=1) if known_generation else None,

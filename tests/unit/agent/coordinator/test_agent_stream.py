@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.testing.operator import wire_messages
 from tests.testing.operator.coordinator_fixture import register
 from tests.unit.agent.fake_generation_store import build_membership
 from trainium_agent.coordinator import connection
@@ -162,9 +163,7 @@ class RecordingSession:
         self.answers += 1
 
     def heartbeat(self) -> HeartbeatRequest:
-        return HeartbeatRequest(
-            namespace="team", job="llama", pod_name="w-0", pod_uid="u", generation=3, phase=WorkerPhase.STANDBY
-        )
+        return wire_messages.heartbeat(generation=3, phase=WorkerPhase.STANDBY)
 
     def mark_heartbeat_sent(self) -> None:
         self.session._unanswered.append(_Sent(self.heartbeat(), 0.0, 0.0))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.testing.operator.wire_messages import heartbeat
+from tests.testing.operator.wire_messages import heartbeat, process_failure
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.results import MAX_ARTIFACTS, Alert, ArtifactReport
 from trainium_contract.wire.last_report import (
@@ -20,13 +20,12 @@ from trainium_contract.wire.messages import (
     WorkerPhase,
 )
 
+TIMES = {"failed_at": 1.5e9, "detected_at": 1.5e9 + 0.25, "resumed_at": 1.5e9 + 3.125}
+STEPS = {"step_before": 400, "resume_step": 395}
 RESTARTS = tuple(
-    RestartRecord(
-        sequence=number, generation=2, attempt=number + 1, cause=Cause.CRASH, failed_at=1.5e9, detected_at=1.5e9 + 0.25,
-        resumed_at=1.5e9 + 3.125, step_before=400, resume_step=395,
-    )
+    RestartRecord(sequence=number, generation=2, attempt=number + 1, cause=Cause.CRASH, **TIMES, **STEPS)
     for number in range(8)
-)  # fmt: skip
+)
 
 
 def finished(**changes: object) -> HeartbeatRequest:
@@ -35,9 +34,7 @@ def finished(**changes: object) -> HeartbeatRequest:
 
 
 def failure(number: int, message: str = "boom") -> ProcessFailure:
-    return ProcessFailure(
-        sequence=number, generation=2, attempt=number, rank=3, exit_code=64, message=message, step=499, at=1.5e9
-    )
+    return process_failure(64, sequence=number, attempt=number, generation=2, message=message, step=499)
 
 
 def failed(message: str = "boom", **changes: object) -> HeartbeatRequest:
@@ -70,14 +67,12 @@ def test_a_worker_that_was_asked_to_end_reports_its_figures() -> None:
 
 def test_the_longest_heartbeat_fits_a_termination_message_with_its_figures() -> None:
     failures = tuple(
-        ProcessFailure(sequence=n, generation=2, attempt=n, rank=3, exit_code=139, message="ß" * 1024, at=1.5e9)
-        for n in range(8)
+        process_failure(sequence=n, generation=2, attempt=n, rank=3, message="ß" * 1024, at=1.5e9) for n in range(8)
     )
     artifacts = tuple(ArtifactReport(kind="Model", path="/" + "p" * 1000, step=n) for n in range(MAX_ARTIFACTS))
-    progress = Progress(
-        step=500, total_steps=500, loss=1.25, durable_step=500, notice="n" * 1024, problem="p" * 1024,
-        alerts=(Alert(kind="LossSpike", step=3, message="m" * 1024),), artifacts=artifacts,
-    )  # fmt: skip
+    texts = {"notice": "n" * 1024, "problem": "p" * 1024, "artifacts": artifacts}
+    alerts = (Alert(kind="LossSpike", step=3, message="m" * 1024),)
+    progress = Progress(step=500, total_steps=500, loss=1.25, durable_step=500, alerts=alerts, **texts)
     names = {"namespace": "n" * 63, "job": "j" * 63, "pod": "p" * 253, "pod_uid": "u" * 36}
     report = finished(failures=failures, restarts=RESTARTS, progress=progress, attempt=8, **names)
     kernel = tuple(KernelEvent(sequence=n, line="ß" * 1024, at=1.5e9) for n in range(8))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.testing.operator import wire_messages
 from trainium_contract.status.results import Alert
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
 from trainium_contract.wire.stream import (
@@ -54,11 +55,7 @@ def test_a_frame_that_is_too_long_is_refused_before_its_payload_is_received() ->
 
 
 def heartbeat(progress: dict[str, Any] | None = None, **changes: Any) -> HeartbeatRequest:
-    fields: dict[str, Any] = {
-        "namespace": "team", "job": "llama", "pod_name": "w-0", "pod_uid": "uid", "generation": 1,
-        "phase": WorkerPhase.TRAINING, "progress": None if progress is None else Progress(**progress),
-    }  # fmt: skip
-    return HeartbeatRequest(**fields | changes)
+    return wire_messages.heartbeat(progress=None if progress is None else Progress(**progress), **changes)
 
 
 STEP_9: dict[str, Any] = {"step": 9, "loss": 2.0, "resume_step": 5, "memory_step": 9, "updated": 100.0}

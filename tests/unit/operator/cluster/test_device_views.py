@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.testing.api.fake_api_server import FakeApiServer
+from tests.testing.operator.job_views import job_spec, job_view
 from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated_values
-from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.cache import device_views
 from trainium_operator.cluster.cache.dra import Dra
 from trainium_operator.cluster.cache.inventory import Inventory
 from trainium_operator.cluster.cache.store import Entry, IndexedCache
 from trainium_operator.plan.model.devices import DeviceTaint
-from trainium_operator.plan.model.observed import ApiState, JobView
+from trainium_operator.plan.model.observed import ApiState
 
 SLICE: dict[str, Any] = {
     "apiVersion": "resource.k8s.io/v1",
@@ -230,16 +230,7 @@ def test_taints_of_a_pod_are_those_of_the_devices_that_it_holds() -> None:
 
 async def test_only_nodes_that_could_take_a_worker_count_as_free() -> None:
     dra = Dra(Api(FakeApiServer()), enabled=True)
-    view = JobView(
-        namespace="default",
-        name="demo",
-        uid="job-uid",
-        generation=1,
-        deleting=False,
-        spec=TrainingJobSpec.model_validate({"workers": {"accelerator": {"device": "cpu", "claim": {"count": 2}}}}),
-        status=TrainingJobStatus(),
-        created=0.0,
-    )
+    view = job_view(job_spec(workers={"accelerator": {"device": "cpu", "claim": {"count": 2}}}))
     assert (dra.offered.state, dra.find_devices(view, (), bool)) == (ApiState.ABSENT, None)
     dra.offered.set_served(True)
     assert (dra.offered.state, dra.find_devices(view, (), bool)) == (ApiState.READING, None)

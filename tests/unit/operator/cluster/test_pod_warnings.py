@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_api_server import FakeApiServer, http_error
+from tests.testing.api.objects import owner_reference, worker_pod
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import training_job
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
 from trainium_operator.cluster.cache.caches import make_caches
 from trainium_operator.cluster.queue.pod_warnings import FRESH_SECONDS, PAUSE_SECONDS, SLOW_SECONDS, PodWarnings
-from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import JobView, PodView
 from trainium_operator.settings import Settings
 
@@ -30,24 +30,16 @@ class WarningsHarness:
         self.warnings = PodWarnings(api, self.caches.pods, lambda: self.now)
 
     def add_pod(self, ordinal: int = 0, *, init: dict[str, Any] | None = None, node: str = "n") -> None:
-        owner = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "name": "j", "controller": True}
         waiting = {"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}
-        raw = {
-            "metadata": {
-                "name": f"j-w-{ordinal}",
-                "uid": f"uid-{ordinal}",
-                "namespace": "default",
-                "creationTimestamp": "2026-01-01T00:00:00Z",
-                "labels": {**names.build_object_labels("j", "worker"), **names.build_selector_labels("j")},
-                "ownerReferences": [{**owner, "uid": self.job_raw["metadata"]["uid"]}],
-            },
-            "spec": {"nodeName": node},
-            "status": {
-                "phase": "Pending",
-                "containerStatuses": [waiting],
-                "initContainerStatuses": [init] if init else [],
-            },
-        }
+        status = {"phase": "Pending", "containerStatuses": [waiting], "initContainerStatuses": [init] if init else []}
+        raw = worker_pod(
+            f"j-w-{ordinal}",
+            owner=owner_reference("j", self.job_raw["metadata"]["uid"]),
+            node=node,
+            status=status,
+            uid=f"uid-{ordinal}",
+            creationTimestamp="2026-01-01T00:00:00Z",
+        )
         self.caches.pods.write_through(self.cluster.add(PODS, raw))
 
     def event(self, reason: str, message: str, stamp: str, name: str = "e") -> None:

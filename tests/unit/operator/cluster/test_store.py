@@ -1,3 +1,5 @@
+"""The store of a cache keeps the newest version of each object, whatever the order of lists, watches and writes."""
+
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

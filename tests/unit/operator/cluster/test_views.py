@@ -1,3 +1,5 @@
+"""Pods, nodes and ConfigMaps as the API server stores them, read into small views, also malformed ones."""
+
 import base64
 import copy
 import gzip
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.testing.api.objects import terminated_status
 from tests.testing.api.recorded_jobs import recorded_object
 from tests.testing.fuzz.invariants import check_type
 from tests.testing.fuzz.objects import NODE, POD
@@ -43,10 +46,6 @@ def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]
         "spec": {"nodeName": "n", "containers": [{"name": "worker"}, {"name": "aside"}]},
         "status": status or {},
     }
-
-
-def terminated_status(name: str = "worker", **state: Any) -> dict[str, Any]:
-    return {"name": name, "state": {"terminated": {"exitCode": 1, "reason": "Error", **state}}}
 
 
 def test_a_running_pod_is_read() -> None:

@@ -1,3 +1,5 @@
+"""The work queue: one worker for each key, no duplicates, the earliest delay wins, and errors back off."""
+
 import asyncio
 
 import pytest

@@ -1,3 +1,5 @@
+"""Tokens of agents: only the pod that a token names is accepted, and few readings of the cluster's keys."""
+
 import asyncio
 import base64
 import hashlib

@@ -1,3 +1,5 @@
+"""Certificates of the coordinator: names, renewal before expiry, and a bundle that verifies old and new ones."""
+
 import asyncio
 import ssl
 import time

@@ -1,3 +1,5 @@
+"""The state of the coordinator: generations, registrations and heartbeats of the agents of each job."""
+
 from typing import Any
 
 import pytest

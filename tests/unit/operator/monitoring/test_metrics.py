@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.testing.operator.metric_builders import NOW, job_view, read_samples
+from tests.testing.operator.metric_builders import NOW, named_job, read_samples
+from tests.testing.operator.wire_messages import heartbeat
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.rfc3339 import format_rfc3339
@@ -16,7 +17,7 @@ from trainium_contract.status.internal import GangStatus
 from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
 from trainium_contract.status.public import CheckpointStatus, MembershipStatus
-from trainium_contract.wire.messages import CheckResult, HeartbeatRequest, StuckRank, TrainerPhase, WorkerPhase
+from trainium_contract.wire.messages import CheckResult, StuckRank, TrainerPhase
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
@@ -40,11 +41,11 @@ def test_a_recovery_is_counted_once_at_its_end() -> None:
     over = TrainingJobStatus(
         history=(interruption(detected_seconds=1.0, recovered_seconds=5.0, steps_lost=2, stages=stages),)
     )
-    metrics.record_plan(job_view("a"), open_status)
+    metrics.record_plan(named_job("a"), open_status)
     for _ in range(3):  # the same plan again, also by another operator: the status is the memory
-        metrics.record_plan(job_view("a", open_status), open_status)
-    metrics.record_plan(job_view("a", open_status), over)
-    metrics.record_plan(job_view("a", over), over)
+        metrics.record_plan(named_job("a", open_status), open_status)
+    metrics.record_plan(named_job("a", open_status), over)
+    metrics.record_plan(named_job("a", over), over)
     samples = read_samples(metrics)
     assert samples['interruptions_total{cause="Crash"}'] == 1
     assert samples['restarts_total{cause="Crash",response="InPlace"}'] == 1
@@ -71,7 +72,7 @@ def test_the_lowest_goodput_and_the_sums_of_the_ledgers_are_shown() -> None:
         )
         checkpoint = CheckpointStatus(durable_step=1, durable_time=format_rfc3339(NOW - 100 * ratio))
         metrics.record_plan(
-            job_view(uid), TrainingJobStatus(phase=Phase.RUNNING, goodput=ledger, checkpoint=checkpoint)
+            named_job(uid), TrainingJobStatus(phase=Phase.RUNNING, goodput=ledger, checkpoint=checkpoint)
         )
     samples = read_samples(metrics)
     assert samples['goodput_ratio{measure="strict"}'] == 0.7
@@ -101,9 +102,9 @@ def test_sizes_pods_and_gangs_are_counted_by_their_changes() -> None:
     large = TrainingJobStatus(
         membership=MembershipStatus(generation=2, size=4), next_pod_ordinal=5, gang=GangStatus(releases=1)
     )
-    metrics.record_plan(job_view("a"), small)
-    metrics.record_plan(job_view("a", small), large)
-    metrics.record_plan(job_view("a", large), small)
+    metrics.record_plan(named_job("a"), small)
+    metrics.record_plan(named_job("a", small), large)
+    metrics.record_plan(named_job("a", large), small)
     samples = read_samples(metrics)
     assert samples['resizes_total{direction="grow"}'] == 1
     assert samples['resizes_total{direction="shrink"}'] == 1
@@ -133,7 +134,7 @@ def test_the_number_of_time_series_does_not_grow_with_jobs_pods_or_nodes() -> No
                 lost = dict.fromkeys([*(cause.value for cause in Cause), STARTUP, OVERHEAD], 1.0)
                 ledger = GoodputStatus(lost_seconds=lost, wall_seconds=1.0, lost_by_stage={STARTUP: 1.0})
                 status = TrainingJobStatus(history=history, goodput=ledger, phase=list(Phase)[number % len(Phase)])
-                metrics.record_plan(replace(job_view(str(number)), name=f"job-{number}"), status)
+                metrics.record_plan(replace(named_job(str(number)), name=f"job-{number}"), status)
         for code in (0, 200, 201, 404, 409, 422, 429, 500, 503):
             for verb in ("GET", "POST", "PUT", "PATCH", "DELETE", "WATCH"):
                 metrics.record_request(verb, code, 0.01)
@@ -161,11 +162,6 @@ def test_machines_are_counted_by_state_and_empty_states_read_zero() -> None:
     text = metrics.render().decode()
     assert 'trainingjob_operator_machines{state="Quarantined"} 0.0' in text
     assert "trainingjob_operator_node_actions_frozen 0.0" in text
-
-
-def heartbeat(**fields: Any) -> HeartbeatRequest:
-    known = {"namespace": "team", "job": "job", "pod_name": "job-w-0", "pod_uid": "u", "generation": 1}
-    return HeartbeatRequest(**known, phase=WorkerPhase.TRAINING, **fields)
 
 
 def test_preflight_checks_and_hangs_are_counted_once() -> None:

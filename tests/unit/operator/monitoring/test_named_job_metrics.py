@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.testing.operator.metric_builders import NOW, job_view, read_samples
+from tests.testing.operator.metric_builders import NOW, named_job, read_samples
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
@@ -36,14 +36,14 @@ def read_named_samples(metrics: Metrics) -> dict[str, float]:
 
 def test_no_job_has_named_metrics_by_default() -> None:
     metrics = Metrics()
-    metrics.record_plan(job_view("a"), status())
+    metrics.record_plan(named_job("a"), status())
     assert not read_named_samples(metrics)
     assert "jobs_left_out" not in read_samples(metrics)
 
 
 def test_the_metrics_of_a_job_equal_its_status() -> None:
     metrics = Metrics(lambda: NOW, named_jobs=5)
-    metrics.record_plan(job_view("a"), status())
+    metrics.record_plan(named_job("a"), status())
     name = 'job_name="job-a",job_namespace="team"'
     samples = read_named_samples(metrics)
     assert samples[f'job_phase{{{name},phase="Running"}}'] == 1
@@ -74,7 +74,7 @@ def test_stalled_and_checkpoint_conditions_are_exported() -> None:
         for kind, value, reason in values
     )
     metrics = Metrics(named_jobs=5)
-    metrics.record_plan(job_view("a"), status(conditions=conditions))
+    metrics.record_plan(named_job("a"), status(conditions=conditions))
     name = 'job_name="job-a",job_namespace="team"'
     assert read_named_samples(metrics)[f"job_stalled{{{name}}}"] == 1
     assert read_named_samples(metrics)[f"job_checkpoint_healthy{{{name}}}"] == 0
@@ -84,7 +84,7 @@ def test_named_series_are_limited_and_prefer_running_jobs() -> None:
     metrics = Metrics(named_jobs=2)
     for number in range(40):
         phase = Phase.RUNNING if number in (7, 31) else Phase.COMPLETED
-        metrics.record_plan(job_view(f"{number:02}"), status(phase=phase))
+        metrics.record_plan(named_job(f"{number:02}"), status(phase=phase))
     shown = {key.split('job_name="')[1].split('"')[0] for key in read_named_samples(metrics)}
     assert shown == {"job-07", "job-31"}
     assert read_samples(metrics)["jobs_left_out"] == 38
@@ -93,6 +93,6 @@ def test_named_series_are_limited_and_prefer_running_jobs() -> None:
 
 def test_a_deleted_job_leaves_no_series() -> None:
     metrics = Metrics(named_jobs=2)
-    metrics.record_plan(job_view("a"), status())
+    metrics.record_plan(named_job("a"), status())
     metrics.forget("a")
     assert not read_named_samples(metrics)

@@ -1,3 +1,5 @@
+"""Which failures end a job for good, and the verdict that says what failed, where and what to do."""
+
 from dataclasses import replace
 from typing import Any
 

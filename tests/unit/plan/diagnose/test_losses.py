@@ -1,3 +1,5 @@
+"""Which members have failed: by their pods, their nodes, or their silence while others wait for them."""
+
 from dataclasses import replace
 from typing import Any
 

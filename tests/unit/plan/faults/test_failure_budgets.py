@@ -1,3 +1,5 @@
+"""Budgets of failures: what counts, what waits longer after each failure, and the verdict of an exhausted budget."""
+
 from dataclasses import replace
 from typing import Any
 

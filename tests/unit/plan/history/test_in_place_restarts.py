@@ -1,3 +1,5 @@
+"""Restarts that agents made without the operator are recorded once, by their own times and with one culprit."""
+
 from dataclasses import replace
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""The manifest of a worker pod: identity, security, devices, volumes, variables, and the merged template."""
+
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,3 +1,5 @@
+"""A failed member is replaced by a spare or a new pod, or the job shrinks; ranks of the others stay."""
+
 from dataclasses import replace
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""A changed number of workers: who joins, who leaves, and when their pods are created and deleted."""
+
 from dataclasses import replace
 from typing import Any
 

@@ -245,7 +245,7 @@ def test_training_waits_for_no_role_with_min_ready_0_and_for_none_while_pods_are
 )
 def test_addresses_are_those_of_pods_that_serve(lost: dict[str, Any]) -> None:
     result = make_plan(job_with_roles(role_pod(0), role_pod(1, **lost), role_pod(2)))
-    (published,) = result.actions_of_type(PublishEndpoints)
+    published = result.only_action(PublishEndpoints)
     assert published.endpoints.addresses == {"rollout": ("10.1.0.0:8000", "10.1.0.2:8000")}
     assert published.endpoints.is_waiting is False
 
@@ -255,7 +255,7 @@ def test_a_pod_on_a_node_that_does_not_report_serves_no_more_and_training_goes_o
     for name in ("serving-0", "serving-1"):
         observed = build.with_node(observed, build.node(name, NodeReadiness.UNKNOWN))
     result = make_plan(observed)
-    (published,) = result.actions_of_type(PublishEndpoints)
+    published = result.only_action(PublishEndpoints)
     assert (published.endpoints.addresses, published.endpoints.is_waiting) == ({"rollout": ("10.1.0.2:8000",)}, True)
     assert not result.actions_of_type(PublishMembership)
     assert not result.actions_of_type(DeletePod)
@@ -454,7 +454,7 @@ def test_a_queue_counts_the_pods_of_roles_and_limits_them_to_what_it_admitted() 
     spec = {"scheduling": {"queueName": "team"}}
     settings = replace(SETTINGS, kueue=ApiState.READY)
     new = job_with_roles(training=False, pods=(), agents={}, spec=spec, quota=QuotaView())
-    (workload,) = make_plan(new, settings).actions_of_type(ApplyWorkload)
+    workload = make_plan(new, settings).only_action(ApplyWorkload)
     sets = {each["name"]: each for each in workload.manifest["spec"]["podSets"]}
     assert {name: each["count"] for name, each in sets.items()} == {"workers": 4, "role-rollout": 3}
     assert sets["role-rollout"]["template"]["spec"]["containers"] == [{"name": "rollout"}]

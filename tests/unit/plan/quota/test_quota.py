@@ -76,6 +76,11 @@ def queued_job(observed: Observed, *workloads: WorkloadView, **changes: Any) -> 
     return replace(observed, quota=replace(quota, **changes))
 
 
+def plan_in_queue(observed: Observed, *workloads: WorkloadView, **changes: Any) -> PlanResult:
+    """Return the plan of a job in a queue of Kueue that has these Workloads."""
+    return make_plan(queued_job(observed, *workloads, **changes), READY)
+
+
 def new_job(**workers: Any) -> Observed:
     return build.observation(build.job(build.spec(workers={"replicas": 4, "spares": 1, **workers}, scheduling=QUEUE)))
 
@@ -103,14 +108,14 @@ def admitted_condition(result: PlanResult) -> Condition:
 
 
 def test_a_new_job_requests_quota_before_any_pod() -> None:
-    result = make_plan(queued_job(new_job()), READY)
+    result = plan_in_queue(new_job())
     assert requested_counts(result) == {"demo-quota-0": {WORKERS: 4, SPARES: 1}}
     assert result.created_pods == []
     assert (admitted_condition(result).status, admitted_condition(result).reason) == (
         ConditionStatus.FALSE,
         "WaitingForQueue",
     )
-    (action,) = result.actions_of_type(ApplyWorkload)
+    action = result.only_action(ApplyWorkload)
     metadata, body = action.manifest["metadata"], action.manifest["spec"]
     assert metadata["ownerReferences"][0]["uid"] == "job-uid"
     assert body["queueName"] == "team"
@@ -126,15 +131,15 @@ def test_required_quota_has_the_priority_of_the_job_and_optional_quota_less(
 ) -> None:
     job_spec = build.spec(workers={"minReplicas": 2}, scheduling={**QUEUE, "priorityClassName": "high"})
     observed = build.observation(build.job(job_spec))
-    needed = make_plan(queued_job(observed, priority=value), READY).actions_of_type(ApplyWorkload)
-    more = make_plan(queued_job(observed, workload(0, 2), priority=value), READY).actions_of_type(ApplyWorkload)
+    needed = plan_in_queue(observed, priority=value).actions_of_type(ApplyWorkload)
+    more = plan_in_queue(observed, workload(0, 2), priority=value).actions_of_type(ApplyWorkload)
     bodies = [action.manifest["spec"] for action in (*needed, *more)]
     assert [body["priority"] for body in bodies][:2] == priorities
     assert [body["priorityClassRef"]["name"] for body in bodies if "priorityClassRef" in body] == named
 
 
 def test_an_elastic_job_asks_for_its_smallest_size_first() -> None:
-    result = make_plan(queued_job(new_job(minReplicas=2)), READY)
+    result = plan_in_queue(new_job(minReplicas=2))
     assert requested_counts(result) == {"demo-quota-0": {WORKERS: 2, SPARES: 1}}
 
 
@@ -154,12 +159,12 @@ NOT_ADMITTED = workload_condition(WorkloadCondition.ADMITTED, true=False)
 def test_the_condition_shows_the_reason_of_kueue_while_the_job_waits(
     conditions: tuple[WorkloadConditionView, ...], message: str
 ) -> None:
-    result = make_plan(queued_job(new_job(), workload(0, 4, 1, grants=(), conditions=conditions)), READY)
+    result = plan_in_queue(new_job(), workload(0, 4, 1, grants=(), conditions=conditions))
     assert admitted_condition(result).message == message
 
 
 def test_an_admission_creates_pods_with_its_flavor() -> None:
-    result = make_plan(queued_job(new_job(), workload(0, 4, 1)), READY)
+    result = plan_in_queue(new_job(), workload(0, 4, 1))
     pods = [action.manifest for action in result.actions_of_type(CreatePod)]
     sets = [pod["metadata"]["labels"]["kueue.x-k8s.io/podset"] for pod in pods]
     assert sets == [WORKERS] * 4 + [SPARES]
@@ -174,9 +179,7 @@ ZONE_A = Placement(labels={"ours": "yes"}, node_selector={"zone": "a"})
 
 
 def test_additions_of_admission_checks_are_applied() -> None:
-    (first, *_) = make_plan(queued_job(new_job(), workload(0, 4, 1, updates={WORKERS: ZONE_A})), READY).actions_of_type(
-        CreatePod
-    )
+    (first, *_) = plan_in_queue(new_job(), workload(0, 4, 1, updates={WORKERS: ZONE_A})).actions_of_type(CreatePod)
     assert first.manifest["spec"]["nodeSelector"] == {"pool": "blue", "zone": "a"}
     assert first.manifest["metadata"]["labels"]["ours"] == "yes"
 
@@ -204,13 +207,13 @@ def test_additions_of_admission_checks_are_applied() -> None:
 def test_an_admission_that_cannot_be_applied_starts_nothing(
     workers: dict[str, Any], updates: dict[str, Placement], flavors: dict[str, Placement], message: str
 ) -> None:
-    result = make_plan(queued_job(new_job(**workers), workload(0, 4, 1, updates=updates), flavors=flavors), READY)
+    result = plan_in_queue(new_job(**workers), workload(0, 4, 1, updates=updates), flavors=flavors)
     assert result.created_pods == []
     assert message in admitted_condition(result).message
 
 
 def test_an_admitted_elastic_job_requests_steps_on_the_same_flavor() -> None:
-    result = make_plan(queued_job(new_job(minReplicas=2), workload(0, 2, 1)), READY)
+    result = plan_in_queue(new_job(minReplicas=2), workload(0, 2, 1))
     assert len(result.created_pods) == 3
     assert result.status.desired == 2
     assert requested_counts(result) == {"demo-quota-1": {WORKERS: 1}, "demo-quota-2": {WORKERS: 1}}
@@ -226,18 +229,18 @@ def test_a_step_that_is_admitted_is_used() -> None:
 
 def test_an_evicted_step_shrinks_the_job_and_is_returned_after_its_pod() -> None:
     held = (workload(0, 2), workload(1, 1), workload(2, 1, conditions=EVICTED))
-    result = make_plan(queued_job(running_job(4, minReplicas=2), *held), READY)
+    result = plan_in_queue(running_job(4, minReplicas=2), *held)
     assert result.actions_of_type(SetQuotaConditions) == result.actions_of_type(DeleteWorkload) == [] or all(
         not action.returns_quota for action in result.actions_of_type(SetQuotaConditions)
     )
     assert "the queue grants 3 of 4" in result.status.history[-1].message
-    (published,) = result.actions_of_type(PublishMembership)
+    published = result.only_action(PublishMembership)
     assert len(published.membership.members) == 3
     assert published.membership.transition.value == "Graceful"
     assert result.deleted_pods == {}, "it saves with the others first"
 
     smaller = running_job(3, replicas=4, minReplicas=2)
-    result = make_plan(queued_job(smaller, *held), READY)
+    result = plan_in_queue(smaller, *held)
     (action,) = [action for action in result.actions_of_type(SetQuotaConditions) if action.returns_quota]
     assert (action.name, action.uid, action.version) == ("demo-quota-2", "workload-2", "7")
     assert {condition.type.value: condition.is_true for condition in action.conditions} == {
@@ -249,7 +252,7 @@ def test_an_evicted_step_shrinks_the_job_and_is_returned_after_its_pod() -> None
 
 def test_an_evicted_job_returns_its_quota_after_its_last_pod() -> None:
     evicted = workload(0, 4, conditions=EVICTED)
-    result = make_plan(queued_job(running_job(), evicted), READY)
+    result = plan_in_queue(running_job(), evicted)
     assert set(result.deleted_pods) == {f"demo-w-{ordinal}" for ordinal in range(4)}
     assert set(result.deleted_pods.values()) == {None}, "with its grace"
     assert result.actions_of_type(SetQuotaConditions) == []
@@ -260,10 +263,10 @@ def test_an_evicted_job_returns_its_quota_after_its_last_pod() -> None:
 
     leaving = replace(running_job(), job=replace(running_job().job, status=result.status))
     leaving = replace(leaving, pods=tuple(replace(pod, deleting=True) for pod in leaving.pods))
-    assert make_plan(queued_job(leaving, evicted), READY).actions_of_type(SetQuotaConditions) == []
+    assert plan_in_queue(leaving, evicted).actions_of_type(SetQuotaConditions) == []
 
     empty = replace(leaving, pods=(), agents={})
-    (action,) = make_plan(queued_job(empty, evicted), READY).actions_of_type(SetQuotaConditions)
+    action = plan_in_queue(empty, evicted).only_action(SetQuotaConditions)
     assert action.returns_quota
 
 
@@ -272,16 +275,16 @@ def test_an_evicted_job_returns_its_quota_after_its_last_pod() -> None:
 )
 def test_only_some_evictions_requeue_a_job_at_once(reason: str, again: bool) -> None:
     evicted = workload(0, 4, 1, conditions=(*ADMITTED, workload_condition(WorkloadCondition.EVICTED, reason=reason)))
-    (action,) = make_plan(queued_job(new_job(), evicted), READY).actions_of_type(SetQuotaConditions)
+    action = plan_in_queue(new_job(), evicted).only_action(SetQuotaConditions)
     assert {condition.type: condition.is_true for condition in action.conditions}[WorkloadCondition.REQUEUED] is again
 
 
 def test_returned_quota_is_not_returned_again() -> None:
     waiting = without_quota(workload(0, 4, 1), workload_condition(WorkloadCondition.EVICTED, reason="Preempted"))
-    first = make_plan(queued_job(new_job(), waiting), READY)
-    (ask,) = first.actions_of_type(ApplyWorkload)
+    first = plan_in_queue(new_job(), waiting)
+    ask = first.only_action(ApplyWorkload)
     digest = ask.manifest["metadata"]["annotations"]["trainium.dev/content-hash"]
-    result = make_plan(queued_job(new_job(), replace(waiting, content_hash=digest)), READY)
+    result = plan_in_queue(new_job(), replace(waiting, content_hash=digest))
     assert (
         result.actions_of_type(SetQuotaConditions)
         == result.actions_of_type(ApplyWorkload)
@@ -292,26 +295,24 @@ def test_returned_quota_is_not_returned_again() -> None:
 
 
 def test_an_inactive_workload_stops_the_job_with_advice() -> None:
-    result = make_plan(queued_job(running_job(), workload(0, 4, active=False)), READY)
+    result = plan_in_queue(running_job(), workload(0, 4, active=False))
     assert len(result.deleted_pods) == 4
     assert "set its spec.active to true" in admitted_condition(result).message
-    (action,) = make_plan(queued_job(new_job(), workload(0, 4, 1, active=False)), READY).actions_of_type(
-        SetQuotaConditions
-    )
+    action = plan_in_queue(new_job(), workload(0, 4, 1, active=False)).only_action(SetQuotaConditions)
     assert action.returns_quota
     idle = without_quota(workload(0, 4, 1, active=False))
-    assert make_plan(queued_job(new_job(), idle), READY).actions_of_type(ApplyWorkload) == [], "a person deactivated it"
+    assert plan_in_queue(new_job(), idle).actions_of_type(ApplyWorkload) == [], "a person deactivated it"
 
 
 def test_steps_are_deleted_while_the_job_is_not_admitted() -> None:
     steps = (workload(1, 1), workload(2, 1))
-    result = make_plan(queued_job(new_job(minReplicas=2), without_quota(workload(0, 2, 1)), *steps), READY)
+    result = plan_in_queue(new_job(minReplicas=2), without_quota(workload(0, 2, 1)), *steps)
     assert [action.name for action in result.actions_of_type(DeleteWorkload)] == ["demo-quota-1", "demo-quota-2"]
     assert result.created_pods == []
 
 
 def test_a_deleted_workload_stops_the_job_before_a_new_request() -> None:
-    result = make_plan(queued_job(running_job()), READY)
+    result = plan_in_queue(running_job())
     assert len(result.deleted_pods) == 4
     assert requested_counts(result) == {}
 
@@ -320,8 +321,8 @@ def test_a_suspended_job_releases_its_quota_when_its_pods_are_deleted() -> None:
     observed = running_job()
     observed = build.with_job(observed, spec=observed.job.spec.replaced(suspend=True))
     held = (workload(0, 4),)
-    assert make_plan(queued_job(observed, *held), READY).actions_of_type(DeleteWorkload) == []
-    dropped = make_plan(queued_job(replace(observed, pods=(), agents={}), *held), READY).actions_of_type(DeleteWorkload)
+    assert plan_in_queue(observed, *held).actions_of_type(DeleteWorkload) == []
+    dropped = plan_in_queue(replace(observed, pods=(), agents={}), *held).actions_of_type(DeleteWorkload)
     assert dropped == [DeleteWorkload("demo-quota-0", "workload-0")]
 
 
@@ -331,23 +332,23 @@ def test_the_end_of_a_job_is_reported_when_no_pod_runs(kind: ConditionType) -> N
     job_spec = build.spec(workers={"replicas": 2, "minReplicas": 1}, scheduling=QUEUE)
     ended = build.observation(build.job(job_spec, TrainingJobStatus(conditions=(done,))), (build.pod(0),))
     held = (workload(0, 1), workload(1, 1))
-    assert make_plan(queued_job(ended, *held), READY).actions_of_type(SetQuotaConditions) == []
-    result = make_plan(queued_job(replace(ended, pods=()), *held), READY)
-    (action,) = result.actions_of_type(SetQuotaConditions)
+    assert plan_in_queue(ended, *held).actions_of_type(SetQuotaConditions) == []
+    result = plan_in_queue(replace(ended, pods=()), *held)
+    action = result.only_action(SetQuotaConditions)
     (finished,) = action.conditions
     assert (action.name, finished.type.value, finished.is_true) == ("demo-quota-0", "Finished", True)
     assert finished.reason == ("Succeeded" if kind is ConditionType.COMPLETE else "Failed")
     assert not action.returns_quota
     assert result.actions_of_type(DeleteWorkload) == [DeleteWorkload("demo-quota-1", "workload-1")]
     over = (replace(held[0], conditions=(*ADMITTED, workload_condition(WorkloadCondition.FINISHED))),)
-    assert make_plan(queued_job(replace(ended, pods=()), *over), READY).actions_of_type(SetQuotaConditions) == []
+    assert plan_in_queue(replace(ended, pods=()), *over).actions_of_type(SetQuotaConditions) == []
 
 
 def test_a_job_that_trains_reports_once_that_its_pods_are_ready() -> None:
-    (action,) = make_plan(queued_job(running_job(), workload(0, 4)), READY).actions_of_type(SetQuotaConditions)
+    action = plan_in_queue(running_job(), workload(0, 4)).only_action(SetQuotaConditions)
     assert [(condition.type.value, condition.is_true) for condition in action.conditions] == [("PodsReady", True)]
     ready = workload(0, 4, conditions=(*ADMITTED, workload_condition(WorkloadCondition.PODS_READY)))
-    assert make_plan(queued_job(running_job(), ready), READY).actions_of_type(SetQuotaConditions) == []
+    assert plan_in_queue(running_job(), ready).actions_of_type(SetQuotaConditions) == []
 
 
 def test_a_lost_worker_is_replaced_in_its_pod_set() -> None:
@@ -358,14 +359,14 @@ def test_a_lost_worker_is_replaced_in_its_pod_set() -> None:
         pods=(*observed.pods[:2], observed.pods[3], spare),
         agents={**observed.agents, "uid-4": build.training_agent(4)},
     )
-    result = make_plan(queued_job(observed, workload(0, 4, 1)), READY)
-    (action,) = result.actions_of_type(CreatePod)
+    result = plan_in_queue(observed, workload(0, 4, 1))
+    action = result.only_action(CreatePod)
     assert action.manifest["metadata"]["labels"]["kueue.x-k8s.io/podset"] == WORKERS
 
 
 def test_a_larger_size_is_requested_as_a_step_while_training() -> None:
     observed = running_job(4, replicas=6)
-    result = make_plan(queued_job(observed, workload(0, 4)), READY)
+    result = plan_in_queue(observed, workload(0, 4))
     assert requested_counts(result) == {"demo-quota-1": {WORKERS: 2}}
     assert result.status.desired == 4
     assert result.deleted_pods == {}
@@ -374,11 +375,11 @@ def test_a_larger_size_is_requested_as_a_step_while_training() -> None:
 
 def test_a_smaller_size_releases_the_steps_that_it_does_not_need() -> None:
     observed = running_job(2, replicas=2, minReplicas=2)
-    result = make_plan(queued_job(observed, workload(0, 2), workload(1, 1), workload(2, 1)), READY)
+    result = plan_in_queue(observed, workload(0, 2), workload(1, 1), workload(2, 1))
     assert [action.name for action in result.actions_of_type(DeleteWorkload)] == ["demo-quota-2"]
     for pods, names in ((4, ["demo-quota-2"]), (5, [])):
         observed = running_job(pods, replicas=2, minReplicas=2, spares=1)
-        result = make_plan(queued_job(observed, workload(0, 2, 1), workload(1, 1), workload(2, 1)), READY)
+        result = plan_in_queue(observed, workload(0, 2, 1), workload(1, 1), workload(2, 1))
         assert [action.name for action in result.actions_of_type(DeleteWorkload)] == names, (
             "what is left is for four pods, one a spare"
         )
@@ -410,7 +411,7 @@ def test_a_job_whose_queue_was_cleared_trains_on_and_holds_no_quota() -> None:
 
 
 def test_nothing_changes_while_a_workload_is_being_deleted() -> None:
-    result = make_plan(queued_job(new_job(), workload(0, 4, 1, deleting=True)), READY)
+    result = plan_in_queue(new_job(), workload(0, 4, 1, deleting=True))
     assert (
         result.actions_of_type(ApplyWorkload)
         == result.actions_of_type(DeleteWorkload)
@@ -440,7 +441,7 @@ def test_time_without_quota_does_not_count_towards_a_deadline(
         4, job_spec=job_spec, status={"activity": ActivityStatus(since=NOW - 50, stepped=True)}
     )
     observed = replace(observed, pods=tuple(replace(pod, pod_set=WORKERS) for pod in observed.pods))
-    result = make_plan(queued_job(observed, workload(0, 4, conditions=answer)), READY)
+    result = plan_in_queue(observed, workload(0, 4, conditions=answer))
     target = find_condition(result.status, ConditionType.FAILURE_TARGET)
     assert (target is not None and target.status is ConditionStatus.TRUE) == ends
     assert (result.status.activity.since is None) == (not ends), "it starts again with the next admission"
@@ -472,7 +473,7 @@ def test_idle_nodes_take_requests_steps_beyond_the_request() -> None:
 def test_a_granted_step_beyond_the_request_creates_an_extra() -> None:
     observed = job_beyond_request(2, workload(0, 2), workload(1, 1), without_quota(workload(2, 1)), wanted=2)
     result = make_plan(observed, READY)
-    (action,) = result.actions_of_type(CreatePod)
+    action = result.only_action(CreatePod)
     assert action.manifest["metadata"]["labels"]["trainium.dev/extra"] == "true"
     assert result.status.desired == 2, "it grows when the extra is warm"
 
@@ -480,7 +481,7 @@ def test_a_granted_step_beyond_the_request_creates_an_extra() -> None:
 def test_a_revoked_step_shrinks_the_job_to_its_request() -> None:
     held = (workload(0, 2), workload(1, 1, conditions=EVICTED), workload(2, 1, conditions=EVICTED))
     result = make_plan(job_beyond_request(4, *held, wanted=2, extras=2), READY)
-    (published,) = result.actions_of_type(PublishMembership)
+    published = result.only_action(PublishMembership)
     assert [member.pod_name for member in published.membership.members] == ["demo-w-0", "demo-w-1"]
     assert published.membership.transition.value == "Graceful"
     assert result.status.desired == 2

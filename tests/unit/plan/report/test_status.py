@@ -1,3 +1,5 @@
+"""The status, conditions and events that a plan writes, and how often."""
+
 from dataclasses import replace
 from typing import Any
 

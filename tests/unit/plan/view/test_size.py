@@ -1,3 +1,5 @@
+"""Which numbers of nodes are legal and useful for a batch, and how a changed or impossible size is reported."""
+
 from dataclasses import replace
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Which network interface Gloo uses for an address."""
+
 import os
 import socket
 

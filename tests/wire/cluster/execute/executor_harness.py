@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 from tests.testing.api.fake_api_server import FakeApiServer, http_error
+from tests.testing.api.objects import owner_reference
 from tests.testing.operator.wire_messages import member, membership
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.operator_process import training_job
@@ -68,13 +69,7 @@ class ExecutorHarness:
         return record.view
 
     def owned_object(self, name: str, **more: Any) -> dict[str, Any]:
-        owner = {
-            "apiVersion": JOBS.api_version,
-            "kind": JOBS.kind,
-            "name": "j",
-            "uid": self.job.uid,
-            "controller": True,
-        }
+        owner = owner_reference("j", self.job.uid)
         labels = {**names.build_object_labels("j", "worker"), **names.build_selector_labels("j")}
         annotations = {names.ANNOTATION_CONTENT_HASH: "digest"}
         return {

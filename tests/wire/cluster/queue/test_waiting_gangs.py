@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any, cast
 
-from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from tests.testing.operator.job_views import job_spec, job_view
+from trainium_contract.job import TrainingJobStatus
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.cache.caches import make_caches
 from trainium_operator.cluster.cache.store import Entry, Key
@@ -19,16 +20,8 @@ WAITS = PodView(
 
 
 def build_job(name: str, *, workers: int = 0, device: str = "cpu") -> JobView:
-    return JobView(
-        namespace="default",
-        name=name,
-        uid=f"uid-{name}",
-        generation=1,
-        deleting=False,
-        spec=TrainingJobSpec.model_validate({"workers": {"accelerator": {"device": device}}}),
-        status=TrainingJobStatus.model_validate({"idleNodes": {"wanted": workers}}),
-        created=0.0,
-    )
+    status = TrainingJobStatus.model_validate({"idleNodes": {"wanted": workers}})
+    return job_view(job_spec(workers={"accelerator": {"device": device}}), status, name=name, uid=f"uid-{name}")
 
 
 class TwoJobs:
