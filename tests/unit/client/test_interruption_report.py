@@ -1,4 +1,4 @@
-"""What `kubectl trn why` reports of an interruption or a verdict, from recorded objects of a real job."""
+"""Reports of `kubectl trn why` on interruptions and verdicts, from recorded objects of a real job."""
 
 import re
 import textwrap

@@ -1,4 +1,4 @@
-"""What `kubectl trn status` shows and advises in each state of a job, from recorded objects of a real one."""
+"""The screen and the advice of `kubectl trn status` in each state of a job, from recorded objects of a real one."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Which failures end a job for good, and the verdict that says what failed, where and what to do."""
+"""Which failures end a job for good, and the verdict that names what failed, where and what to do."""
 
 from dataclasses import replace
 from typing import Any

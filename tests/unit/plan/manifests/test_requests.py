@@ -7,11 +7,10 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import SETTINGS
+from tests.unit.plan.pod_manifests import worker_pod
 from trainium_operator.plan.features.kueue.workload import build_workload
-from trainium_operator.plan.manifests.affinity import AvoidedNodes
 from trainium_operator.plan.manifests.worker_pod import (
     build_pod_template,
-    build_worker_pods,
     compute_template_hash,
 )
 
@@ -20,7 +19,7 @@ TRN1 = {"accelerator": {"instanceType": "trn1.32xlarge"}}
 
 def pod_spec(settings: Any = SETTINGS, **changes: Any) -> Any:
     given = {"trainer": {"batch": {"globalSize": 128}}, **changes}
-    return build_worker_pods(build.job(build.spec(**given)), settings, range(1), AvoidedNodes())[0]["spec"]
+    return worker_pod(build.spec(**given), settings)["spec"]
 
 
 def resources(pod: Any) -> Any:

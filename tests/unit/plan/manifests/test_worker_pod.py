@@ -9,6 +9,7 @@ import pytest
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW, SETTINGS
 from tests.unit.plan.plan_results import make_plan
+from tests.unit.plan.pod_manifests import container, environment, volumes, worker_pod
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.trainer.config import TrainingConfig
@@ -21,28 +22,17 @@ from trainium_operator.plan.manifests.strategic_merge import merge_template
 from trainium_operator.plan.manifests.worker_pod import (
     TEMPLATE_REVISION,
     build_pod_template,
-    build_worker_pods,
     compute_template_hash,
 )
 from trainium_operator.plan.model.observed import PodPhase
 
 
-def build_pod(ordinal: int = 0, avoided: AvoidedNodes | None = None, **changes: Any) -> Any:
-    return build_worker_pods(
-        build.job(build.spec(**changes)), SETTINGS, range(ordinal, ordinal + 1), avoided or AvoidedNodes()
-    )[0]
-
-
-def container(manifest: Any) -> Any:
-    return manifest["spec"]["containers"][0]
-
-
-def environment(manifest: Any) -> Any:
-    return {item["name"]: item.get("value", item.get("valueFrom")) for item in container(manifest)["env"]}
+def build_pod(**changes: Any) -> Any:
+    return worker_pod(build.spec(**changes))
 
 
 def test_a_worker_pod_has_its_labels_owner_command_and_annotations() -> None:
-    manifest = build_pod(7)
+    manifest = worker_pod(ordinal=7)
     pod_spec, metadata = manifest["spec"], manifest["metadata"]
     assert metadata["name"] == "demo-w-7"
     assert pod_spec["restartPolicy"] == "Never"
@@ -63,15 +53,13 @@ def test_a_worker_pod_has_its_labels_owner_command_and_annotations() -> None:
 def test_workers_get_a_log_format_only_where_it_is_not_text() -> None:
     assert env.ENV_LOG_FORMAT not in environment(build_pod())
     settings = replace(SETTINGS, worker_log_format=LogFormat.JSON)
-    manifest = build_worker_pods(
-        build.job(build.spec(precompile={"enabled": True})), settings, range(1), AvoidedNodes()
-    )[0]
+    manifest = worker_pod(build.spec(precompile={"enabled": True}), settings)
     assert environment(manifest)[env.ENV_LOG_FORMAT] == "json"
     (first,) = manifest["spec"]["initContainers"]
     assert {"name": env.ENV_LOG_FORMAT, "value": "json"} in first["env"]
     template = {"spec": {"containers": [{"env": [{"name": env.ENV_LOG_FORMAT, "value": "text"}]}]}}
-    view = build.job(build.spec(workers={"replicas": 1, "template": template}))
-    assert environment(build_worker_pods(view, settings, range(1), AvoidedNodes())[0])[env.ENV_LOG_FORMAT] == "text"
+    spec = build.spec(workers={"replicas": 1, "template": template})
+    assert environment(worker_pod(spec, settings))[env.ENV_LOG_FORMAT] == "text"
 
 
 def test_a_worker_pod_meets_the_restricted_security_standard() -> None:
@@ -90,17 +78,14 @@ def test_a_worker_pod_meets_the_restricted_security_standard() -> None:
     ("user", "ids", "non_root"), [(None, {}, True), (0, {"runAsUser": 0, "runAsGroup": 0, "fsGroup": 0}, False)]
 )
 def test_a_worker_pod_has_the_ids_of_the_settings(user: int | None, ids: dict[str, int], non_root: bool) -> None:
-    settings = replace(SETTINGS, worker_user=user)
-    context = build_worker_pods(build.job(), settings, range(1), AvoidedNodes())[0]["spec"]["securityContext"]
+    context = worker_pod(settings=replace(SETTINGS, worker_user=user))["spec"]["securityContext"]
     assert {key: context[key] for key in ("runAsUser", "runAsGroup", "fsGroup") if key in context} == ids
     assert context["runAsNonRoot"] is non_root
 
 
 def test_a_worker_on_the_network_of_its_node_resolves_services() -> None:
     def policy(**template: Any) -> str | None:
-        spec = build.spec(workers={"replicas": 1, "template": {"spec": template}})
-        pod = build_worker_pods(build.job(spec), SETTINGS, range(1), AvoidedNodes())[0]
-        return pod["spec"].get("dnsPolicy")
+        return build_pod(workers={"template": {"spec": template}})["spec"].get("dnsPolicy")
 
     assert policy() is None
     assert policy(hostNetwork=True) == "ClusterFirstWithHostNet"
@@ -108,10 +93,10 @@ def test_a_worker_on_the_network_of_its_node_resolves_services() -> None:
 
 
 def test_the_token_is_for_the_coordinator_only() -> None:
-    volumes = {volume["name"]: volume for volume in build_pod()["spec"]["volumes"]}
-    token = volumes["token"]["projected"]["sources"][0]["serviceAccountToken"]
+    by_name = volumes(build_pod())
+    token = by_name["token"]["projected"]["sources"][0]["serviceAccountToken"]
     assert token["audience"] == "trainium.dev/coordinator"
-    assert volumes["shared-memory"]["emptyDir"]["medium"] == "Memory"
+    assert by_name["shared-memory"]["emptyDir"]["medium"] == "Memory"
     mounts = {mount["name"]: mount["mountPath"] for mount in container(build_pod())["volumeMounts"]}
     assert mounts["token"] == "/var/run/secrets/trainium.dev"
     assert mounts["shared-memory"] == "/dev/shm"
@@ -199,7 +184,8 @@ def test_avoided_nodes_are_a_preference_beside_the_users_own_affinity() -> None:
     own = {"weight": 1, "preference": {"matchExpressions": [{"key": "zone", "operator": "Exists"}]}}
     key = "preferredDuringSchedulingIgnoredDuringExecution"
     template = {"spec": {"affinity": {"nodeAffinity": {key: [own]}}}}
-    manifest = build_pod(avoided=AvoidedNodes(preferred=("node-3",)), workers={"template": template})
+    spec = build.spec(workers={"template": template})
+    manifest = worker_pod(spec, avoided=AvoidedNodes(preferred=("node-3",)))
     ours, theirs = manifest["spec"]["affinity"]["nodeAffinity"][key][::-1]
     assert theirs == own
     assert ours["preference"]["matchExpressions"][0]["values"] == ["node-3"]
@@ -247,8 +233,7 @@ def test_the_template_of_the_job_is_merged_by_name() -> None:
     assert environment(manifest)["MINE"] == "1"
     assert environment(manifest)["TRAINIUM_JOB"] == "demo"
     assert {"name": "data", "mountPath": "/data"} in container(manifest)["volumeMounts"]
-    volumes = {volume["name"]: volume for volume in manifest["spec"]["volumes"]}
-    assert volumes["checkpoints"] == {"name": "checkpoints", "nfs": {"server": "s", "path": "/"}}
+    assert volumes(manifest)["checkpoints"] == {"name": "checkpoints", "nfs": {"server": "s", "path": "/"}}
 
 
 def test_the_agent_gets_another_path_of_the_termination_message() -> None:
@@ -275,7 +260,7 @@ def test_null_removes_a_field_and_merging_does_not_mutate() -> None:
 
 
 def test_the_template_hash_ignores_the_ordinal_and_follows_the_image() -> None:
-    first, second = build_pod(0), build_pod(1)
+    first, second = worker_pod(ordinal=0), worker_pod(ordinal=1)
     key = "trainium.dev/template-hash"
     assert first["metadata"]["annotations"][key] == second["metadata"]["annotations"][key]
     assert compute_template_hash(build.job(), SETTINGS) != compute_template_hash(
@@ -302,11 +287,7 @@ def test_the_template_hash_ignores_the_ordinal_and_follows_the_image() -> None:
 )
 def test_checkpoints_go_to_the_storage_below_a_folder_of_the_job(storage: Any, volume: Any, path: Any) -> None:
     view = build.job(build.spec(checkpoint={"storage": storage}))
-    volumes = {
-        volume["name"]: volume
-        for volume in build_worker_pods(view, SETTINGS, range(1), AvoidedNodes())[0]["spec"]["volumes"]
-    }
-    assert volumes["checkpoints"] == {"name": "checkpoints", **volume}
+    assert volumes(worker_pod(view))["checkpoints"] == {"name": "checkpoints", **volume}
     written = json.loads(config_maps.render_trainer_configuration(view))
     assert written["checkpoint"]["path"] == path
     assert TrainingConfig.model_validate(written).checkpoint.records.startswith("/checkpoints")
@@ -482,6 +463,6 @@ def test_a_pod_asks_for_the_instance_type_and_the_priority_that_the_job_names() 
 
 def test_a_private_image_is_pulled_with_the_secrets_of_the_installation() -> None:
     settings = replace(SETTINGS, image_pull_secrets=("registry", "mirror"))
-    (manifest,) = build_worker_pods(build.job(build.spec()), settings, range(1), AvoidedNodes())
+    manifest = worker_pod(settings=settings)
     assert manifest["spec"]["imagePullSecrets"] == [{"name": "registry"}, {"name": "mirror"}]
     assert "imagePullSecrets" not in build_pod()["spec"]

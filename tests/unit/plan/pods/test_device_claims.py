@@ -8,11 +8,11 @@ import pytest
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import SETTINGS
 from tests.unit.plan.plan_results import PlanResult, make_plan
+from tests.unit.plan.pod_manifests import container, environment, worker_pod
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.features.dra.template import build_claim_template
-from trainium_operator.plan.manifests.affinity import AvoidedNodes
-from trainium_operator.plan.manifests.worker_pod import build_worker_pods, compute_template_hash
+from trainium_operator.plan.manifests.worker_pod import compute_template_hash
 from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DeleteTemplate
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.devices import DevicesView, DeviceTaint
@@ -211,18 +211,10 @@ def job_with_claim(claim: dict[str, Any] | None = None, instance: str = "trn1.32
     return build.job(build.spec(workers={"accelerator": given}, trainer={"batch": {"globalSize": 128}}))
 
 
-def built_pod_spec(view: JobView) -> Any:
-    return build_worker_pods(view, SETTINGS, range(1), AvoidedNodes())[0]["spec"]
-
-
 def claimed_devices(view: JobView) -> Any:
     template = build_claim_template(view)
     assert template is not None
     return template["spec"]["spec"]["devices"]
-
-
-def environment(pod_spec: Any) -> Any:
-    return {item["name"]: item.get("value") for item in pod_spec["containers"][0]["env"]}
 
 
 @pytest.mark.parametrize(
@@ -250,22 +242,24 @@ def test_a_worker_claims_all_devices_of_its_instance_type_by_count() -> None:
 
 def test_a_pod_refers_to_the_template_and_asks_the_device_plugin_for_nothing_but_efa() -> None:
     view = job_with_claim()
-    pod_spec, template = built_pod_spec(view), build_claim_template(view)
+    manifest, template = worker_pod(view), build_claim_template(view)
     assert template is not None
-    assert pod_spec["resourceClaims"] == [{"name": "neuron", "resourceClaimTemplateName": template["metadata"]["name"]}]
-    (container,) = pod_spec["containers"]
+    assert manifest["spec"]["resourceClaims"] == [
+        {"name": "neuron", "resourceClaimTemplateName": template["metadata"]["name"]}
+    ]
+    worker = container(manifest)
     efa = {"vpc.amazonaws.com/efa": "8"}
-    requests = {name: amount for name, amount in container["resources"]["requests"].items() if "/" in name}
-    assert requests == container["resources"]["limits"] == efa
-    assert container["resources"]["claims"] == [{"name": "neuron"}]
-    assert environment(pod_spec)["TRAINIUM_NEURON_DEVICES"] == "16"
-    assert "affinity" not in pod_spec, "the devices alone keep two workers from one node"
+    requests = {name: amount for name, amount in worker["resources"]["requests"].items() if "/" in name}
+    assert requests == worker["resources"]["limits"] == efa
+    assert worker["resources"]["claims"] == [{"name": "neuron"}]
+    assert environment(manifest)["TRAINIUM_NEURON_DEVICES"] == "16"
+    assert "affinity" not in manifest["spec"], "the devices alone keep two workers from one node"
 
 
 def test_an_init_container_that_compiles_sees_the_claimed_devices_too() -> None:
     view = job_with_claim()
     view = build.job(build.spec(**{**view.spec.to_wire(), "precompile": {"enabled": True}}))
-    (init,) = built_pod_spec(view)["initContainers"]
+    (init,) = worker_pod(view)["spec"]["initContainers"]
     assert init["resources"]["claims"] == [{"name": "neuron"}]
 
 
@@ -274,9 +268,9 @@ def test_fewer_devices_are_connected_on_request_and_workers_keep_to_one_a_node()
     assert claimed_devices(view)["constraints"] == [
         {"requests": ["neuron"], "matchAttribute": "resource.aws.com/devicegroup4_id"}
     ]
-    pod_spec = built_pod_spec(view)
-    assert environment(pod_spec)["TRAINIUM_NEURON_DEVICES"] == "4"
-    assert "podAntiAffinity" in pod_spec["affinity"]
+    manifest = worker_pod(view)
+    assert environment(manifest)["TRAINIUM_NEURON_DEVICES"] == "4"
+    assert "podAntiAffinity" in manifest["spec"]["affinity"]
 
 
 def test_the_size_of_a_logical_core_is_passed_to_the_driver_and_to_the_runtime() -> None:
@@ -285,8 +279,8 @@ def test_the_size_of_a_logical_core_is_passed_to_the_driver_and_to_the_runtime()
     assert claimed_devices(view)["config"] == [
         {"requests": ["neuron"], "opaque": {"driver": "neuron.aws.com", "parameters": parameters}}
     ]
-    assert environment(built_pod_spec(view))["NEURON_LOGICAL_NC_CONFIG"] == "1"
-    assert "NEURON_LOGICAL_NC_CONFIG" not in environment(built_pod_spec(job_with_claim()))
+    assert environment(worker_pod(view))["NEURON_LOGICAL_NC_CONFIG"] == "1"
+    assert "NEURON_LOGICAL_NC_CONFIG" not in environment(worker_pod(job_with_claim()))
 
 
 def test_further_conditions_go_into_the_request() -> None:
@@ -319,6 +313,6 @@ def test_claims_of_the_template_are_kept() -> None:
     view = build.job(
         build.spec(workers={**view.spec.workers.to_wire(), "template": theirs}, trainer={"batch": {"globalSize": 128}})
     )
-    pod_spec = built_pod_spec(view)
-    assert [claim["name"] for claim in pod_spec["resourceClaims"]] == ["neuron", "fabric"]
-    assert pod_spec["containers"][0]["resources"]["claims"] == [{"name": "neuron"}, {"name": "fabric"}]
+    manifest = worker_pod(view)
+    assert [claim["name"] for claim in manifest["spec"]["resourceClaims"]] == ["neuron", "fabric"]
+    assert container(manifest)["resources"]["claims"] == [{"name": "neuron"}, {"name": "fabric"}]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.unit.plan import plan_builders as build
+from tests.unit.plan.kueue_builders import EVICTED, workload
 from tests.unit.plan.plan_builders import NOW, SETTINGS
 from tests.unit.plan.plan_results import PlanResult, check_ledger, get_condition, make_plan
 from trainium_contract.faults.causes import Cause
@@ -38,11 +39,7 @@ from trainium_operator.plan.model.observed import (
 )
 from trainium_operator.plan.model.quota import (
     Placement,
-    PodSetGrant,
     QuotaView,
-    WorkloadCondition,
-    WorkloadConditionView,
-    WorkloadView,
 )
 from trainium_operator.plan.model.reasons import Reason
 
@@ -156,9 +153,8 @@ def test_a_pod_of_a_role_is_an_ordinary_pod_without_what_makes_a_member() -> Non
     )
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
     assert "volumes" not in pod["spec"]
-    assert {variable["name"] for variable in container["env"]} == {
-        "TRAINIUM_NAMESPACE", "TRAINIUM_JOB", "TRAINIUM_ROLE", "TRAINIUM_ROLE_PORT", "POD_IP",
-    }  # fmt: skip
+    identity = {f"TRAINIUM_{name}" for name in ("NAMESPACE", "JOB", "ROLE", "ROLE_PORT")}
+    assert {variable["name"] for variable in container["env"]} == identity | {"POD_IP"}
     assert pod["metadata"]["ownerReferences"][0]["uid"] == "job-uid"
     assert pod["metadata"]["labels"]["trainium.dev/role"] == "rollout"
 
@@ -180,9 +176,8 @@ def test_the_template_may_set_anything_but_the_identity() -> None:
     labels, spec = pod["metadata"]["labels"], pod["spec"]
     assert (labels["trainium.dev/role"], labels["team"]) == ("rollout", "rl")
     assert (spec["restartPolicy"], spec["serviceAccountName"]) == ("Never", "judge")
-    assert [(each["name"], each["image"]) for each in spec["containers"]] == [
-        ("server", "team/own:5"), ("sidecar", "proxy:1"),
-    ]  # fmt: skip
+    images = {container["name"]: container["image"] for container in spec["containers"]}
+    assert images == {"server": "team/own:5", "sidecar": "proxy:1"}
     assert spec["containers"][0]["readinessProbe"] == {"exec": {"command": ["true"]}}
 
 
@@ -351,7 +346,7 @@ def test_pods_that_end_before_they_are_ready_are_created_ever_later_and_ready_on
         ({"phase": PodPhase.PENDING, "node": "", "unschedulable_message": "0/3"}, "cannot be scheduled: 0/3"),
         ({}, "runs since 2027"),
     ],
-)  # fmt: skip
+)
 def test_a_role_that_does_not_start_reports_why_and_since_when(change: dict[str, Any], message: str) -> None:
     pods = [role_pod(0, **{"ready": False, **change}), role_pod(1), role_pod(2)]
     result = make_plan(job_with_roles(*pods, roles=(role_spec(minReady=3),)))
@@ -454,30 +449,15 @@ def test_a_queue_counts_the_pods_of_roles_and_limits_them_to_what_it_admitted() 
     spec = {"scheduling": {"queueName": "team"}}
     settings = replace(SETTINGS, kueue=ApiState.READY)
     new = job_with_roles(training=False, pods=(), agents={}, spec=spec, quota=QuotaView())
-    workload = make_plan(new, settings).only_action(ApplyWorkload)
-    sets = {each["name"]: each for each in workload.manifest["spec"]["podSets"]}
+    request = make_plan(new, settings).only_action(ApplyWorkload)
+    sets = {each["name"]: each for each in request.manifest["spec"]["podSets"]}
     assert {name: each["count"] for name, each in sets.items()} == {"workers": 4, "role-rollout": 3}
     assert sets["role-rollout"]["template"]["spec"]["containers"] == [{"name": "rollout"}]
     assert created(make_plan(new, settings)) == [], "no pod without an admission"
 
     flavor = Placement(node_selector={"pool": "blue"})
-    grants = (
-        PodSetGrant(name="workers", count=4, flavors=("blue",)),
-        PodSetGrant(name="role-rollout", count=2, flavors=("blue",)),
-    )
-    base = WorkloadView(
-        name="demo-quota-0",
-        uid="w",
-        version="7",
-        part=0,
-        requested_pods={"workers": 4, "role-rollout": 2},
-        conditions=(
-            WorkloadConditionView(WorkloadCondition.QUOTA_RESERVED, is_true=True, reason="R", message=""),
-            WorkloadConditionView(WorkloadCondition.ADMITTED, is_true=True, reason="R", message=""),
-        ),
-        grants=grants,
-    )
-    admitted = replace(new, quota=QuotaView(workloads=(base,), flavors={"blue": flavor}))
+    two_of_three = workload(0, 4, roles={"rollout": 2})
+    admitted = replace(new, quota=QuotaView(workloads=(two_of_three,), flavors={"blue": flavor}))
     result = make_plan(admitted, settings)
     assert created(result) == ["demo-rollout-0", "demo-rollout-1"]
     pod = result.actions_of_type(CreateOtherPod)[0].manifest
@@ -486,20 +466,13 @@ def test_a_queue_counts_the_pods_of_roles_and_limits_them_to_what_it_admitted() 
         "role-rollout",
     )
     assert role_of(result).replicas == 2
-    ready = make_plan(with_role_pods(result_pods(admitted, result), role_pod(0), role_pod(1)), settings)
+    ready = make_plan(with_role_pods(build.with_status(admitted, result.status), role_pod(0), role_pod(1)), settings)
     assert "the queue admitted 2 of 3 pods; suspend the job and resume it" in role_of(ready).message
 
-    evicted = replace(base, conditions=(*base.conditions, EVICTED))
+    evicted = replace(two_of_three, conditions=EVICTED)
     leaving = replace(with_role_pods(admitted, role_pod(0)), quota=QuotaView(workloads=(evicted,)))
     result = make_plan(leaving, settings)
     assert deleted(result) == {"demo-rollout-0": None}
     condition = result.condition(ConditionType.ROLES_READY)
     assert (condition.status, condition.reason) == (ConditionStatus.FALSE, Reason.WAITING_FOR_QUEUE)
     assert not result.actions_of_type(SetQuotaConditions), "quota is returned when no pod is left"
-
-
-def result_pods(observed: Observed, result: PlanResult) -> Observed:
-    return build.with_status(observed, result.status)
-
-
-EVICTED = WorkloadConditionView(WorkloadCondition.EVICTED, is_true=True, reason="Preempted", message="by another")

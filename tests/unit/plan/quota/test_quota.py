@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.unit.plan import plan_builders as build
+from tests.unit.plan.kueue_builders import ADMITTED, EVICTED, PREEMPTED, SPARES, WORKERS, workload, workload_condition
 from tests.unit.plan.plan_builders import NOW, SETTINGS
 from tests.unit.plan.plan_results import PlanResult, make_plan
 from trainium_contract.job import TrainingJobStatus
@@ -23,7 +24,6 @@ from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import ApiState, Observed
 from trainium_operator.plan.model.quota import (
     Placement,
-    PodSetGrant,
     QuotaView,
     WorkloadCondition,
     WorkloadConditionView,
@@ -36,33 +36,6 @@ BLUE = Placement(
     node_selector={"pool": "blue"}, tolerations=({"key": "pool", "operator": "Exists", "effect": "NoSchedule"},)
 )
 QUEUE = {"queueName": "team"}
-WORKERS, SPARES = "workers", "spares"
-
-
-def workload_condition(
-    kind: WorkloadCondition, true: bool = True, reason: str = "R", message: str = "why"
-) -> WorkloadConditionView:
-    return WorkloadConditionView(kind, is_true=true, reason=reason, message=message)
-
-
-ADMITTED = (workload_condition(WorkloadCondition.QUOTA_RESERVED), workload_condition(WorkloadCondition.ADMITTED))
-PREEMPTED = workload_condition(WorkloadCondition.EVICTED, reason="Preempted", message="by another workload")
-EVICTED = (*ADMITTED, PREEMPTED)
-
-
-def workload(part: int, workers: int, spares: int = 0, **changes: Any) -> WorkloadView:
-    """Return an admitted Workload."""
-    counts = {name: count for name, count in ((WORKERS, workers), (SPARES, spares)) if count}
-    view = WorkloadView(
-        name=f"demo-quota-{part}",
-        uid=f"workload-{part}",
-        version="7",
-        part=part,
-        requested_pods=counts,
-        conditions=ADMITTED,
-        grants=tuple(PodSetGrant(name=name, count=count, flavors=("blue",)) for name, count in counts.items()),
-    )
-    return replace(view, **changes)
 
 
 def without_quota(view: WorkloadView, *more: WorkloadConditionView) -> WorkloadView:

@@ -8,10 +8,10 @@ import pytest
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import SETTINGS
 from tests.unit.plan.plan_results import make_plan
+from tests.unit.plan.pod_manifests import worker_pod
 from trainium_contract.job import TrainingJobStatus
 from trainium_operator.cluster.cache.views import parse_worker_pod
-from trainium_operator.plan.manifests.affinity import AvoidedNodes
-from trainium_operator.plan.manifests.worker_pod import build_worker_pods, compute_template_hash
+from trainium_operator.plan.manifests.worker_pod import compute_template_hash
 from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.view.context import pin_running_image
@@ -61,7 +61,7 @@ def test_the_image_of_a_sidecar_is_not_the_worker_s() -> None:
 
 def test_the_requested_image_is_read_back_despite_admission_changes() -> None:
     view = build.job(build.spec(workers={"template": {"spec": {"containers": [{"name": "aside", "image": "mine:1"}]}}}))
-    (raw,) = build_worker_pods(view, SETTINGS, range(1), AvoidedNodes())
+    raw = worker_pod(view)
     raw = {**raw, "metadata": {**raw["metadata"], "uid": "u"}, "spec": {**raw["spec"], "containers": []}}
     pod = replace(parse_worker_pod(raw), phase=PodPhase.RUNNING)
     assert pod.image == SETTINGS.image
