@@ -22,14 +22,14 @@ from trainium_trainer.backends.nxd.backend import NxdBackend  # noqa: E402
 from trainium_trainer.compile import dry_run  # noqa: E402
 
 leave = exits.leave
-close = NxdBackend.close
+build = NxdBackend.build
 tp_rank = -1
 
 
 def record_tp_rank(self: NxdBackend) -> None:
-    global tp_rank  # noqa: PLW0603 - the backend is closed before the program prints
+    global tp_rank  # noqa: PLW0603 - the backend is built before the program prints
     tp_rank = self.mesh.tp_rank
-    close(self)
+    build(self)
 
 
 def report_and_exit(code: int) -> NoReturn:
@@ -39,5 +39,5 @@ def report_and_exit(code: int) -> NoReturn:
     leave(code)
 
 
-exits.leave, NxdBackend.close = report_and_exit, record_tp_rank  # type: ignore[method-assign]
+exits.leave, NxdBackend.build = report_and_exit, record_tp_rank  # type: ignore[method-assign]
 dry_run.main()

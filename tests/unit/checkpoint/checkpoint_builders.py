@@ -200,7 +200,7 @@ class Run:
             storage=storage,
             retry=retry or Retry(delays=()),
         )
-        self.resumed = self.manager.resume()
+        self.resumed = self.manager.position
         self.step = self.resumed.step if self.resumed else 0
         self.wrong_tensors = self.state.wrong_tensors(self.step) if self.resumed else []
         if not self.resumed:

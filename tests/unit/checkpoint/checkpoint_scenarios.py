@@ -44,7 +44,8 @@ def report_after(coordinates: MeshCoordinates, root: Any, memories: Any, steps: 
             run.flush()
     run.manager.finish_snapshot()
     report["durable_step"] = run.manager.durable_step
-    report["buddy_step"] = run.manager.buddy_step
+    copying = None if run.manager._memory is None else run.manager._memory._copying
+    report["buddy_step"] = None if copying is None else copying.newest
     run.manager.close()
     return report
 

@@ -17,7 +17,7 @@ from trainium_contract.sizes import (
     count_micro_batches,
     order_by_likelihood,
 )
-from trainium_trainer.backends.mesh import find_coordinates
+from trainium_trainer.checkpoint.sharding import Grid
 from trainium_trainer.data.batches.samples import RankSamples, SampleRules, Samples, Share, TextSampleSource
 from trainium_trainer.data.loader import Loader
 from trainium_trainer.models.loss import IGNORED_LABEL
@@ -107,7 +107,7 @@ def test_all_tensor_and_pipeline_ranks_of_a_data_parallel_rank_have_its_samples_
     samples_by_column: dict[tuple[int, int], list[int]] = {}
     shares_by_dp_rank: dict[int, set[Share]] = {}
     for rank in range(dp_size * tp_size * pp_size):
-        pp_rank, dp_rank, tp_rank = find_coordinates(rank, dp_size=dp_size, tp_size=tp_size)
+        pp_rank, dp_rank, tp_rank = Grid(pp_size, dp_size, tp_size).find_coordinates(rank)
         share = Share(global_size=global_size, micro_size=micro_size, dp_rank=dp_rank, dp_size=dp_size)
         samples_by_column.setdefault((pp_rank, tp_rank), []).extend(share.list_positions(position))
         shares_by_dp_rank.setdefault(dp_rank, set()).add(share)

@@ -150,10 +150,6 @@ class Backend(Protocol):
         """
         ...
 
-    def is_equal_on_all_ranks(self, value: int) -> bool:
-        """Return whether all ranks passed the same 62-bit number. Collective."""
-        ...
-
     def accumulate(self, batch: MicroBatch, *, last: bool) -> None:
         """Add the gradients of the batch's summed loss; `last` marks the final micro-batch of the step. Collective."""
         ...
@@ -187,12 +183,4 @@ class Backend(Protocol):
 
     def compute_parameter_norm(self) -> float:
         """Return the norm of all parameters of the model. Call it only between two steps. Collective."""
-        ...
-
-    def barrier(self) -> None:
-        """Wait for all ranks. Collective."""
-        ...
-
-    def close(self) -> None:
-        """Destroy the process group; call it only after the last collective of every rank."""
         ...

@@ -18,13 +18,17 @@ from torch import distributed as dist
 
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.backends.base import Mesh
+from trainium_trainer.checkpoint.sharding import Grid
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainium_trainer.configuration.config import Settings
+    from trainium_worker.pulse import Pulse
 
 
 def refuse_another_mesh(settings: Settings, group: ProcessGroup | None = None) -> None:
@@ -63,10 +67,18 @@ def _format_degrees(numbers: list[int]) -> str:
     )
 
 
-def find_coordinates(rank: int, *, dp_size: int, tp_size: int) -> tuple[int, int, int]:
-    """Return the pipeline, data x context and tensor rank of a rank of the world."""
-    replica, tp_rank = divmod(rank, tp_size)
-    return (*divmod(replica, dp_size), tp_rank)
+def are_equal_on_all_ranks(values: Sequence[int], mesh: Mesh, pulse: Pulse) -> list[bool]:
+    """Return for each of the 62-bit numbers whether all ranks passed the same. Collective."""
+    pairs = torch.tensor([values, [-value for value in values]], dtype=torch.int64)
+    with pulse.waiting_for_peers:
+        dist.all_reduce(pairs, dist.ReduceOp.MAX, group=mesh.world)
+    return [greatest == -smallest for greatest, smallest in zip(*pairs.tolist(), strict=True)]
+
+
+def wait_for_all_ranks(mesh: Mesh, pulse: Pulse) -> None:
+    """Wait for all ranks by an empty reduction, the cheapest barrier on gloo. Collective."""
+    with pulse.waiting_for_peers:
+        dist.all_reduce(torch.zeros(1), group=mesh.world)
 
 
 def create_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceMesh | None]:
@@ -92,7 +104,7 @@ def create_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceM
         subgroup: ProcessGroup = device_mesh.get_group(name)
         return subgroup
 
-    pp_rank, dp_rank, tp_rank = find_coordinates(launch.rank, dp_size=sizes["dp"], tp_size=sizes["tp"])
+    pp_rank, dp_rank, tp_rank = Grid(*sizes.values()).find_coordinates(launch.rank)
     mesh = Mesh(
         rank=launch.rank,
         world_size=launch.world_size,

@@ -214,13 +214,6 @@ class NativeBackend:
             else:
                 local.copy_(draw_initial_slice(name, box.offsets, box.sizes, seed=seed, shape=self._shape))
 
-    def is_equal_on_all_ranks(self, value: int) -> bool:
-        """Return whether all ranks passed the same number, by the maxima of it and of its negative. Collective."""
-        pair = torch.tensor([value, -value], dtype=torch.int64)
-        with self._pulse.waiting_for_peers:
-            dist.all_reduce(pair, dist.ReduceOp.MAX)
-        return int(pair[0]) == -int(pair[1])
-
     def _open_autocast(self) -> AbstractContextManager[Any]:
         if self._uses_autocast:
             return torch.autocast(self._device.type, torch.bfloat16)
@@ -513,15 +506,6 @@ class NativeBackend:
         return Evaluation(
             loss / divided if divided else math.nan, Rewards.of_sums(rewards, divided) if rewards else None
         )
-
-    def barrier(self) -> None:
-        """Run an empty reduction, the cheapest barrier on gloo."""
-        with self._pulse.waiting_for_peers:
-            dist.all_reduce(torch.zeros(1))
-
-    def close(self) -> None:
-        """Destroy the process group."""
-        dist.destroy_process_group()
 
 
 def _sum(losses: list[Tensor]) -> float:

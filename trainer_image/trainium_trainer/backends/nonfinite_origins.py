@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from trainium_trainer.backends.mesh import find_coordinates
-from trainium_trainer.checkpoint.format.live_state import to_local
+from trainium_trainer.checkpoint.format.live_state import build_grid, to_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,10 +77,11 @@ class NonfiniteOrigins:
         if mesh.world_size > 1:
             with self._pulse.waiting_for_peers:
                 dist.all_reduce(marks)
+        grid = build_grid(mesh)
         by_share: dict[int, list[tuple[int, int]]] = {}
         for rank, marked in enumerate(marks.tolist()):
             if marked:
-                _, part, _ = find_coordinates(rank, dp_size=mesh.dp_size, tp_size=mesh.tp_size)
+                _, part, _ = grid.find_coordinates(rank)
                 by_share.setdefault(part // mesh.cp_size, []).append((marked, rank))
         chosen = {share: choose(marked)[0] for share, marked in by_share.items()}
         return tuple(

@@ -92,6 +92,7 @@ def launch_at(rank: int, world_size: int, local_world_size: int = 1) -> Launch:
 def dry_run(settings: Settings) -> None:
     """Build the model and run steps; updates are applied even if a value happens not to be finite."""
     import torch  # noqa: PLC0415 - nobody else who imports this needs it
+    from torch import distributed as dist  # noqa: PLC0415
     from torch.overrides import TorchFunctionMode  # noqa: PLC0415
 
     from trainium_trainer.backends.choose import create_backend, find_backend  # noqa: PLC0415
@@ -124,7 +125,7 @@ def dry_run(settings: Settings) -> None:
         backend.evaluate(batches)
         if settings.config.tuning.objective is not None:
             backend.compute_reference_log_probs(batches)
-    backend.close()
+    dist.destroy_process_group()
 
 
 def _create_batches(settings: Settings) -> list[MicroBatch]:

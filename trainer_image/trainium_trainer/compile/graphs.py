@@ -29,7 +29,7 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import COMPILER_FLAGS, uses_neuron
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.configuration.config import Settings
@@ -101,13 +101,13 @@ _COMPILERS = ("trainium-trainer", "torch", "neuronx-cc", "torch-neuronx", "torch
 _NOT_IN_KEY = ("--retry_failed_compilation", "--cache_dir")
 
 
-def find_local_cache(config: TrainingConfig, environment: Mapping[str, str] = os.environ) -> LocalCache | None:
+def find_local_cache(config: TrainingConfig) -> LocalCache | None:
     """Return the compiler's folder on this node; None for one in S3, which the compiler accesses itself."""
     if uses_neuron(config):
-        location = config.neuron.cache_directory or environment.get(CACHE_URL) or _NEURON_DEFAULT
+        location = config.neuron.cache_directory or os.environ.get(CACHE_URL) or _NEURON_DEFAULT
         return None if is_address(location) else LocalCache(Path(location))
-    cache_home = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return LocalCache(Path(environment.get(INDUCTOR_CACHE) or f"{cache_home}/trainium/compiled"))
+    cache_home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return LocalCache(Path(os.environ.get(INDUCTOR_CACHE) or f"{cache_home}/trainium/compiled"))
 
 
 def find_shared_cache(config: TrainingConfig) -> SharedCache | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from torch import distributed as dist
 from trainium_trainer.data.batches.samples import SampleRules, Samples
 from trainium_trainer.data.loader import build_micro_batch
 from trainium_trainer.exits import NumericalError
+from trainium_trainer.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -160,13 +160,8 @@ class _Table:
         """Replace the file in the cache, on one rank of the node; a cache that cannot be written stops nothing."""
         if not self._writes:
             return
-        draft = self._file.with_suffix(f".{os.getpid()}")
         try:
-            with draft.open("wb") as stream:
-                self.values.tofile(stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            draft.replace(self._file)
+            PosixStorage(self._file.parent).write(self._file.name, self.values.tobytes())
         except OSError as error:
             self._writes = False
             _log.warning("%s: cannot be written (%s), so a restart computes it again", self._file, error.strerror)

@@ -18,6 +18,7 @@ from trainium_contract.models.parameters import count_parameters
 from trainium_trainer.artifacts.stage import create_milestone_hook
 from trainium_trainer.backends.choose import create_backend, find_backend
 from trainium_trainer.backends.device import open_store
+from trainium_trainer.backends.mesh import are_equal_on_all_ranks, wait_for_all_ranks
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
 from trainium_trainer.checkpoint.root.metrics_copy import find_records_folder
@@ -40,7 +41,7 @@ from trainium_trainer.monitor.writers import Recorder
 from trainium_trainer.storage import open_storage
 from trainium_trainer.trackers.process import TrackerProcess, refuse_missing_trackers
 from trainium_trainer.weights.initial import InitialWeights
-from trainium_worker.pulse import Activity
+from trainium_worker.pulse import Activity, Pulse
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
@@ -192,7 +193,7 @@ def _check_ranks(inputs: RunInputs, backend: Backend, progress: ProgressWriter) 
 
         refuse_unmeasurable(backend.mesh.device.type)
     if inputs.settings.launch.world_size > 1:
-        _refuse_unequal_ranks(config, backend, inputs.data, inputs.initial_weights)
+        _refuse_unequal_ranks(inputs, backend.mesh, progress.pulse)
     for warning in check_device_memory(inputs.settings, backend.mesh.device):
         _log.warning("%s", warning)
         progress.write_notice(warning)
@@ -214,25 +215,24 @@ def _restore_state(
 ) -> tuple[CheckpointManager, Position]:
     """Resume the newest state, or initialize it; return it with its position. Collective."""
     config, launch, weights = inputs.settings.config, inputs.settings.launch, inputs.initial_weights
-    manager = CheckpointManager(
-        config.checkpoint,
-        state=backend.state,
-        mesh=backend.mesh,
-        start=RunStart(launch.generation, launch.job, launch.run_id),
-        memory_directory=launch.memory_directory,
-        after_milestone=create_milestone_hook(
-            config, backend.mesh, progress, base=weights.base, tokenizer=inputs.data.tokenizer
-        ),
-        settings=fixed_settings,
-    )
     with progress.pulse.work_with_collectives:
-        position = manager.resume()
+        manager = CheckpointManager(
+            config.checkpoint,
+            state=backend.state,
+            mesh=backend.mesh,
+            start=RunStart(launch.generation, launch.job, launch.run_id),
+            memory_directory=launch.memory_directory,
+            after_milestone=create_milestone_hook(
+                config, backend.mesh, progress, base=weights.base, tokenizer=inputs.data.tokenizer
+            ),
+            settings=fixed_settings,
+        )
     if launch.rank == 0:
         inputs.revisions.write()
-    if position is None:
-        backend.initialize(config.seed, weights.base, weights.adapter)
-        position = Position(step=0, samples=0, tokens=0)
-    return manager, position
+    if manager.position is not None:
+        return manager, manager.position
+    backend.initialize(config.seed, weights.base, weights.adapter)
+    return manager, Position(step=0, samples=0, tokens=0)
 
 
 def _open_records(
@@ -248,7 +248,7 @@ def _open_records(
     history = History(root, launch.memory_directory, progress)
     monitor = history.open(inputs.settings, inputs.run_progress, position, inputs.data, mesh)
     if config.monitor.record_samples and mesh.world_size > 1:
-        backend.barrier()  # no rank may append to a file that rank 0 is still truncating
+        wait_for_all_ranks(mesh, progress.pulse)  # no rank may append to a file that rank 0 is still truncating
     recorder = Recorder(
         root,
         rank=mesh.rank,
@@ -302,16 +302,16 @@ def _log_start(inputs: RunInputs, mesh: Mesh, timer: StartupTimer, position: str
     )
 
 
-def _refuse_unequal_ranks(
-    config: TrainingConfig, backend: Backend, data: Dataset, initial_weights: InitialWeights
-) -> None:
+def _refuse_unequal_ranks(inputs: RunInputs, mesh: Mesh, pulse: Pulse) -> None:
     """Raise UserError on all ranks if they do not read the same tokens and initial weights. Collective."""
-    if not backend.is_equal_on_all_ranks(data.fingerprint):
+    config, fingerprints = inputs.settings.config, (inputs.data.fingerprint, inputs.initial_weights.fingerprint)
+    has_same_data, has_same_weights = are_equal_on_all_ranks(fingerprints, mesh, pulse)
+    if not has_same_data:
         raise UserError(
             f"data.source {config.data.source}: the ranks do not read the same tokens: mount the same data everywhere, "
             "run the same image, or set one data.cacheDirectory on shared storage"
         )
-    if not backend.is_equal_on_all_ranks(initial_weights.fingerprint):
+    if not has_same_weights:
         raise UserError(
             f"model.weights {config.model.weights}: the ranks do not begin with the same models: mount the same "
             "folders everywhere"

@@ -14,9 +14,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from torch import distributed as dist
+
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import AlertKind
 from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
+from trainium_trainer.backends.mesh import wait_for_all_ranks
 from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.data.loader import iterate_validation_batches
 from trainium_trainer.exits import NumericalError
@@ -52,13 +55,13 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
 
             run_stages(run, launch.local_rank)
         progress.publish(phase=ProgressPhase.FINISHED if code is ExitCode.FINISHED else ProgressPhase.YIELDED)
-        run.backend.barrier()
+        wait_for_all_ranks(run.backend.mesh, progress.pulse)
         if run.trackers is not None:
             run.trackers.close(finished=code is ExitCode.FINISHED)
         run.manager.close()
         run.recorder.close()
         run.loader.close()
-        run.backend.close()
+        dist.destroy_process_group()  # after the last collective of every rank
     except StaleGenerationError as error:
         progress.publish(phase=ProgressPhase.FAILED, newer_generation=error.newer)
         raise

@@ -179,7 +179,7 @@ def reverse_digests(data: bytes) -> bytes:
     ],
 )
 def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(
-    tmp_path: Path, file: str, damage: Callable[[bytes], bytes | None], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, file: str, damage: Callable[[bytes], bytes | None]
 ) -> None:
     start_run(tmp_path).save_steps(2, 4).close()
     (path,) = (tmp_path / "step-4").glob(file)
@@ -189,8 +189,6 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(
     assert (restarted.resumed.step, restarted.wrong_tensors, restarted.manager.durable_step) == (2, [], 2)
     assert len(restarted.manager.warnings) == 1
     assert "checkpoint of step 4 is damaged and not used" in restarted.manager.warnings[0]
-    logged = [record.message for record in caplog.records if record.name == "trainium_trainer.checkpoint.manager"]
-    assert logged == restarted.manager.warnings
     restarted.save_steps(4)
     last = start_run(tmp_path)
     assert (last.resumed.step, last.wrong_tensors, last.manager.warnings) == (4, [], [])

@@ -212,7 +212,6 @@ class SlowCopy:
 
     def __init__(self) -> None:
         self.arrived = False
-        self.newest: int | None = 3
         self.waits: list[float] = []
 
     def offer(self, slot: Any, step: int) -> None: ...
@@ -232,11 +231,8 @@ def test_a_copy_that_does_not_arrive_is_waited_for_once_and_reported_once(tmp_pa
     assert copy.waits == [_COPY_TIMEOUT_SECONDS, 0.0, 0.0]
     assert len(tier.warnings) == 1
     assert "has not arrived at its buddy" in tier.warnings[0]
-    assert tier.buddy_step is None
-
     copy.arrived = True
     tier.wait_for_snapshot()
-    assert tier.buddy_step == 3
     copy.arrived = False
     tier.wait_for_snapshot()
     assert copy.waits[-1] == _COPY_TIMEOUT_SECONDS, "the next copy has the full timeout again"

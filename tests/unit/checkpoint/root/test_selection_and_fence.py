@@ -214,7 +214,7 @@ def test_records_in_a_bucket_are_on_the_node_and_copied_at_each_commit(
         for node in ("one", "two"):
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / node))
             run = start_run("s3://bucket/run", records=records).flush()
-            RecordCopies(run.manager._config, run.manager._storage).fetch()
+            RecordCopies(run.manager._config, run.manager._durable._storage).fetch()
             path = find_records_folder(run.manager._config) / "metrics.jsonl"
             assert path.is_relative_to(tmp_path / node)
             if node == "one":

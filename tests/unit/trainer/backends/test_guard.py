@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.base import StepOutcome
@@ -28,7 +29,7 @@ def run_backend(config: TrainingConfig, launch: Launch) -> Iterator[NativeBacken
     backend.build()
     backend.initialize(0)
     yield backend
-    backend.close()
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -171,13 +171,6 @@ class NxdBackend:
 
         self.state.fill(write)
 
-    def is_equal_on_all_ranks(self, value: int) -> bool:
-        """Return whether all ranks passed the same number, by the maxima of it and of its negative. Collective."""
-        pair = torch.tensor([value, -value], dtype=torch.int64)
-        with self._pulse.waiting_for_peers:
-            dist.all_reduce(pair, dist.ReduceOp.MAX, group=self._groups.host)
-        return int(pair[0]) == -int(pair[1])
-
     def accumulate(self, batch: MicroBatch, *, last: bool) -> None:
         """Record forward and backward of the summed loss; launch them unless the update joins the graph."""
         self._derive_weights()
@@ -328,12 +321,3 @@ class NxdBackend:
             self._device.call_after_sync(self._record_values, norm.reshape(1))
             self._device.sync()
         return self._values[0]
-
-    def barrier(self) -> None:
-        """Run an empty reduction on the host."""
-        with self._pulse.waiting_for_peers:
-            dist.all_reduce(torch.zeros(1), group=self._groups.host)
-
-    def close(self) -> None:
-        """Destroy the process groups."""
-        dist.destroy_process_group()

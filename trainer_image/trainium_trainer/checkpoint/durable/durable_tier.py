@@ -37,19 +37,21 @@ from trainium_trainer.checkpoint.format.writer import (
     write_shard,
     write_tables,
 )
-from trainium_trainer.checkpoint.root.commit import FenceToken, prepare_commit, publish
+from trainium_trainer.checkpoint.root.commit import prepare_commit, publish
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
 from trainium_trainer.checkpoint.root.survey import prune, remove_attempts
 from trainium_trainer.storage.errors import StorageError, is_transient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch.distributed import ProcessGroup
 
     from trainium_contract.trainer.checkpoint import DurableTierConfig, Milestones
     from trainium_trainer.checkpoint.interfaces import Position, Session
+    from trainium_trainer.checkpoint.resume.leader import Agreement
+    from trainium_trainer.checkpoint.root.commit_lease import CommitLease
 
 AfterMilestone: TypeAlias = "Callable[[int, ProcessGroup | None, Callable[[], None]], None]"
 """Called on every rank in the background after the commit of a milestone, with its step, the process group of the
@@ -148,11 +150,15 @@ class DurableTier:
         self,
         session: Session,
         *,
-        token: FenceToken,
-        ensure_lease: Callable[[], None],
-        known_bad: frozenset[str],
+        lease: CommitLease,
+        resumed: Agreement,
+        leftovers: Sequence[str],
         after_milestone: AfterMilestone | None = None,
     ) -> None:
+        """Allocate the staging buffers, agree on the save plan, and remove `leftovers`, all in the background.
+
+        lease: the first rank claims it before a commit if the start could not. resumed: the result of the resume.
+        """
         self._state, self._mesh, self._group = session.state, session.mesh, session.group
         self._storage = session.storage
         self.stop_requested = threading.Event()
@@ -161,10 +167,8 @@ class DurableTier:
         self._retry = replace(session.retry, sleep=self._pause, is_retryable=self._is_worth_retrying)
         self._config, self._config_digest = session.config, session.config_digest
         self._settings = dict(session.settings)
-        self._token = token
-        self._ensure_lease = ensure_lease
-        """Called by the first rank before a commit: claims the fence if the start could not."""
-        self._known_bad = known_bad
+        self._lease, self._token = lease, lease.token
+        self._known_bad = resumed.known_bad
         self._after_milestone = after_milestone
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -175,23 +179,11 @@ class DurableTier:
         """The attempt whose receipt this rank is publishing or published last."""
         self.successful_saves = 0
         """The number of saves that have succeeded."""
-        self.committed_step = -1
+        self.committed_step = resumed.durable_step
         """The newest committed step that this rank knows."""
-        self.milestone_tokens = 0
+        self.milestone_tokens = resumed.milestone_tokens
         """The position, in tokens, of the newest milestone that this rank knows."""
-
-    def prepare(self, leftovers: list[str]) -> None:
-        """Allocate the staging buffers, agree on the save plan, and remove leftovers, in the background."""
-
-        def work() -> None:
-            live = flatten(self._state.state_dict())
-            self._staging = StagingBuffers(live)
-            self._plans = plan_saves(live, self._mesh, self._group)
-            if self._mesh.rank == 0:
-                with contextlib.suppress(OSError):  # leftovers are no reason to stop training
-                    remove_attempts(self._storage, leftovers)
-
-        self._run(work, "prepare")
+        self._run(lambda: self._prepare(leftovers), "prepare")
 
     @property
     def busy(self) -> bool:
@@ -202,7 +194,7 @@ class DurableTier:
         """Copy the state as of `position` and save it in the background; waits for an earlier save of this rank."""
         self.wait()
         live = flatten(self._state.state_dict())
-        assert self._staging is not None, "prepare() comes first"
+        assert self._staging is not None, "the preparation has ended"
         tensors = self._staging.fill(live, is_weight if Save.STATE not in saves else lambda _: True)
         self._run(lambda: self._save(position, tensors, saves), f"save-{position.step}")
 
@@ -258,6 +250,14 @@ class DurableTier:
         self._thread = threading.Thread(target=guarded, name=f"checkpoint-{name}", daemon=True)
         self._thread.start()
 
+    def _prepare(self, leftovers: Sequence[str]) -> None:
+        live = flatten(self._state.state_dict())
+        self._staging = StagingBuffers(live)
+        self._plans = plan_saves(live, self._mesh, self._group)
+        if self._mesh.rank == 0:
+            with contextlib.suppress(OSError):  # leftovers are no reason to stop training
+                remove_attempts(self._storage, leftovers)
+
     def _save(self, position: Position, tensors: dict[str, torch.Tensor], saves: Save) -> None:
         if Save.STATE in saves:
             self._write(position, tensors, folder_name(position.step), CheckpointKind.STATE)
@@ -291,11 +291,10 @@ class DurableTier:
         def fold(reports: list[DigestReport]) -> list[DigestReport]:
             return fold_reports(reports, lambda new, old: write_digests(self._storage, attempt, new, old, self._retry))
 
-        def commit(reports: list[DigestReport]) -> None:
-            self._commit(position, folder, kind, reports)
-
         try:
-            reduce_on_root(write, commit, self._group, attempt, fold)
+            reduce_on_root(
+                write, lambda reports: self._commit(position, folder, kind, reports), self._group, attempt, fold
+            )
         except BaseException:
             if self._mesh.rank == 0 and self._published != attempt:
                 with contextlib.suppress(OSError):
@@ -306,7 +305,7 @@ class DurableTier:
         """Write the tables and commit, on the coordinator, after the last write of all ranks."""
         attempt, whole = f"{folder}/{self._token.attempt}", self._plans[kind].whole
         assert whole is not None, "rank 0 has the layout of all"
-        self._ensure_lease()
+        self._lease.ensure()
         written = {index: file for report in reports for index, file in report.files}
         tables = [table for report in reports for table in report.tables]
         files = write_tables(self._storage, attempt, whole, written, self._retry, tables)
@@ -326,5 +325,5 @@ class DurableTier:
             files=tuple(files),
         )
         receipt = prepare_commit(self._storage, folder, manifest, self._token, self._retry)
-        self._published = f"{folder}/{self._token.attempt}"
+        self._published = attempt
         publish(self._storage, receipt, self._retry, damaged=folder in self._known_bad)

@@ -61,8 +61,6 @@ class MemoryTier:
         self.local_names = frozenset({name})
         """The shards that ranks of this node write or keep in this store; files of other shards are leftovers."""
         self.finalized_step: int | None = None
-        self.buddy_step: int | None = None
-        """The newest step of which the buddy has a copy; None without a buddy."""
         self.warnings: list[str] = []
         self._store = SnapshotStore(directory, self._report_damage)
         self._own = PartFiles(directory, name, generation=generation, count=_OWN_FILES)
@@ -240,7 +238,6 @@ class MemoryTier:
                 )
             return
         self._late = False
-        self.buddy_step = copying.newest
 
     # ---- cleaning ---------------------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class Resumption:
         self._memory = memory
         self._lease = lease
         self._buddies = session.config.memory.buddies > 0
-        self._leader = ResumeLeader(self._storage.location, self._buddies, lease.generation)
+        self._leader = ResumeLeader(self._storage.location, self._buddies, lease.token.generation)
         self._payloads: dict[str, torch.Tensor] = {}
         self._origin: Part | None = None
         self._can_write: bool | None = None

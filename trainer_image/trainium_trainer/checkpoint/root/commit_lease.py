@@ -54,15 +54,10 @@ class CommitLease:
     def __init__(self, storage: Storage, owner: OwnerRecords, token: FenceToken, retry: Retry) -> None:
         self._storage = storage
         self._owner = owner
-        self._token = token
+        self.token = token
         self._retry = retry
         self.claimed = False
         """Whether this rank has claimed the fence."""
-
-    @property
-    def generation(self) -> int:
-        """The generation of this start."""
-        return self._token.generation
 
     def acquire(self, refuse: Callable[[Survey], None]) -> tuple[Survey, StorageError | None]:
         """Acquire the root; return its survey and, if the fence could not be claimed, the reason.
@@ -75,7 +70,7 @@ class CommitLease:
         is_held = self._retry.run(self._owner.is_held, where)
         fence = self._retry.run(lambda: read_fence(self._storage), where) if is_held else None
         fenced_run = "" if fence is None else fence.token.run
-        if not fenced_run or fenced_run != self._token.run:  # the checkpoints may belong to another run
+        if not fenced_run or fenced_run != self.token.run:  # the checkpoints may belong to another run
             if (other := find_nested_root(self._storage)) is not None:
                 raise UnusableCheckpointError(
                     f"{where} and {other}, which holds the checkpoints of a run, are nested: choose a "
@@ -101,12 +96,12 @@ class CommitLease:
     def check(self) -> None:
         """Raise StaleGenerationError if the run continued without this start, OSError if the store fails."""
         if self.claimed:
-            check_fence(self._storage, self._token)
+            check_fence(self._storage, self.token)
         else:
-            refuse_newer(self._storage, self._token)
+            refuse_newer(self._storage, self.token)
 
     def _claim(self, retry: Retry) -> None:
-        retry.run(lambda: claim_fence(self._storage, self._token), self._storage.location)
+        retry.run(lambda: claim_fence(self._storage, self.token), self._storage.location)
         self.claimed = True
 
 
