@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from trainium_trainer.checkpoint.sharding import Box, CheckpointLayout, find_box
+from trainium_trainer.checkpoint.format.layout import CheckpointLayout
+from trainium_trainer.checkpoint.sharding import Box, find_box
 
 
 def assert_written_once(layout: CheckpointLayout) -> None:

@@ -19,13 +19,14 @@ from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_contract.wire.checkpoint_manifest import Manifest, ManifestFile
 from trainium_trainer.checkpoint.durable.durable_tier import Save, decode_votes
+from trainium_trainer.checkpoint.format.layout import CheckpointLayout, WriteItem
 from trainium_trainer.checkpoint.format.live_state import to_local
 from trainium_trainer.checkpoint.format.writer import write_shard, write_tables
 from trainium_trainer.checkpoint.interfaces import MeshCoordinates, Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity, RunStart
 from trainium_trainer.checkpoint.root.survey import CommittedCheckpoint
-from trainium_trainer.checkpoint.sharding import CheckpointLayout, Grid, WriteItem
+from trainium_trainer.checkpoint.sharding import Grid
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 

@@ -18,8 +18,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.artifacts.manifest import ArtifactFile
+from trainium_trainer.checkpoint.format.layout import ITEM_BYTES, build_safetensors_header
 from trainium_trainer.checkpoint.format.writer import view_as_bytes
-from trainium_trainer.checkpoint.sharding import ITEM_BYTES, build_safetensors_header
 from trainium_trainer.weights.tensors import TORCH_TYPES
 
 if TYPE_CHECKING:

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest, folder_name
+from trainium_trainer.checkpoint.format.layout import CheckpointLayout, TensorMetadata
 from trainium_trainer.checkpoint.format.writer import SAFETENSORS_TYPES, WrittenFile, write_shard, write_tables
 from trainium_trainer.checkpoint.root.commit import FenceToken, claim_fence, prepare_commit, publish
 from trainium_trainer.checkpoint.root.survey import survey
-from trainium_trainer.checkpoint.sharding import CheckpointLayout, Grid, TensorMetadata
+from trainium_trainer.checkpoint.sharding import Grid
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

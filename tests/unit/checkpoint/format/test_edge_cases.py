@@ -7,17 +7,10 @@ import pytest
 import torch
 
 from trainium_trainer.checkpoint.collectives import disable_gc, reduce_on_root
+from trainium_trainer.checkpoint.format.layout import CheckpointLayout, TensorMetadata
 from trainium_trainer.checkpoint.format.live_state import copy_all, flatten
 from trainium_trainer.checkpoint.inspect import _format_age
-from trainium_trainer.checkpoint.sharding import (
-    Axis,
-    Box,
-    CheckpointLayout,
-    Cut,
-    Grid,
-    TensorMetadata,
-    find_overlapping_boxes,
-)
+from trainium_trainer.checkpoint.sharding import Axis, Box, Cut, Grid, find_overlapping_boxes
 
 
 def test_a_rank_without_a_part_of_the_state_copies_nothing() -> None:

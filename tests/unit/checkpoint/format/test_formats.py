@@ -11,10 +11,11 @@ import torch
 
 from tests.unit.checkpoint.checkpoint_builders import SINGLE_RANK, State, start_run, write_checkpoint
 from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, ManifestFile, digest_bytes
+from trainium_trainer.checkpoint.format.layout import CheckpointLayout, TensorMetadata
 from trainium_trainer.checkpoint.format.reader import CheckpointReader, load_checkpoint
 from trainium_trainer.checkpoint.format.writer import write_shard, write_tables
 from trainium_trainer.checkpoint.root.survey import CommittedCheckpoint, survey
-from trainium_trainer.checkpoint.sharding import Axis, CheckpointLayout, Cut, Grid, TensorMetadata
+from trainium_trainer.checkpoint.sharding import Axis, Cut, Grid
 from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry

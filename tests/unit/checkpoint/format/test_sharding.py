@@ -18,18 +18,9 @@ from tests.testing.trainer.checkpoint_layouts import assert_written_once
 from tests.unit.checkpoint.checkpoint_builders import mesh_coordinates
 from tests.unit.checkpoint.rank_state import create_rank_state
 from trainium_contract.trainer.parallelism import DataParallelMode
+from trainium_trainer.checkpoint.format.layout import CheckpointLayout, TensorMetadata, merge_stages, replace_stages
 from trainium_trainer.checkpoint.format.live_state import LayoutReport, build_layout, get_box, merge_reports
-from trainium_trainer.checkpoint.sharding import (
-    Axis,
-    Box,
-    CheckpointLayout,
-    Cut,
-    Grid,
-    TensorMetadata,
-    find_partition_problem,
-    merge_stages,
-    replace_stages,
-)
+from trainium_trainer.checkpoint.sharding import Axis, Box, Cut, Grid, find_partition_problem
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
 
 

@@ -20,20 +20,15 @@ import torch
 
 from trainium_contract.wire.checkpoint_manifest import CheckpointKind
 from trainium_trainer.checkpoint.collectives import reduce_on_root
-from trainium_trainer.checkpoint.format.writer import SAFETENSORS_TYPES
-from trainium_trainer.checkpoint.sharding import (
-    Axis,
-    Box,
+from trainium_trainer.checkpoint.format.layout import (
     CheckpointLayout,
-    Cut,
-    Division,
-    Grid,
     TensorMetadata,
     WriteItem,
-    find_box,
     merge_stages,
     replace_stages,
 )
+from trainium_trainer.checkpoint.format.writer import SAFETENSORS_TYPES
+from trainium_trainer.checkpoint.sharding import Axis, Box, Cut, Division, Grid, find_box
 from trainium_trainer.models.state_dict import parse_parameter_name
 
 if TYPE_CHECKING:

@@ -34,15 +34,10 @@ from trainium_contract.wire.checkpoint_manifest import (
     digest_bytes,
     shard_name,
 )
+from trainium_trainer.checkpoint.format.layout import INDEX_FORMAT, ITEM_BYTES, CheckpointLayout, build_file_header
 from trainium_trainer.checkpoint.format.live_state import flatten, get_box, to_local
 from trainium_trainer.checkpoint.format.writer import SAFETENSORS_TYPES
-from trainium_trainer.checkpoint.sharding import (
-    INDEX_FORMAT,
-    ITEM_BYTES,
-    Box,
-    CheckpointLayout,
-    build_file_header,
-)
+from trainium_trainer.checkpoint.sharding import Box
 from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.storage.protocol import Retry, Storage, read_part, read_small
 

@@ -36,7 +36,7 @@ from trainium_contract.wire.checkpoint_manifest import (
     digest_bytes,
     shard_name,
 )
-from trainium_trainer.checkpoint.sharding import INDEX_FORMAT, CheckpointLayout, WriteItem, build_file_header
+from trainium_trainer.checkpoint.format.layout import INDEX_FORMAT, CheckpointLayout, WriteItem, build_file_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

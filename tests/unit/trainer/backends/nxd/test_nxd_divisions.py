@@ -9,7 +9,8 @@ from tests.testing.trainer.checkpoint_layouts import assert_written_once
 from trainium_trainer.backends.nxd.layout.divisions import find_divisions, find_replicated_rows, find_zero1_rows
 from trainium_trainer.backends.nxd.layout.parameter_names import Projections, list_parameters
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
-from trainium_trainer.checkpoint.sharding import CheckpointLayout, Grid, TensorMetadata, find_box
+from trainium_trainer.checkpoint.format.layout import CheckpointLayout, TensorMetadata
+from trainium_trainer.checkpoint.sharding import Grid, find_box
 
 
 @pytest.mark.parametrize("order", list(KeyValueOrder))
