@@ -36,14 +36,14 @@ def create_rank_state(
         if mode.is_sharded:
             apply_sharding(model, mesh["dp"], Precision.FLOAT32, mode)
             store: Any = ShardedStore(
-                [model],
+                model,
                 torch.device(device),
                 mesh=coordinates,
                 moments=("expAvg", "expAvgSq"),
             )
         else:
             store = ReplicatedStore(
-                [model],
+                model,
                 torch.device(device),
                 mesh["dp"].get_group(),
                 coordinates.tp_rank,

@@ -2,7 +2,6 @@
 
 Guarantees:
 - Small agreements use gloo on the CPU, so they cost the device nothing.
-- DeviceMesh, DTensor and FSDP are imported only if the configuration uses them.
 - Training is deterministic for a given size.
 """
 
@@ -18,27 +17,30 @@ from torch import distributed as dist
 
 from trainium_contract.models.parameters import EMBEDDING
 from trainium_contract.models.shape import RopeScalingKind
-from trainium_contract.trainer.parallelism import DataParallelMode, Precision, TorchCompile
+from trainium_contract.trainer.parallelism import TorchCompile
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.backends.base import Evaluation, StepOutcome, StepTotals
 from trainium_trainer.backends.device import join_process_group, pick_device, set_current_device
 from trainium_trainer.backends.mesh import create_mesh
+from trainium_trainer.backends.native_model import (
+    create_model,
+    create_pipeline,
+    create_store,
+    divide_model,
+    uses_autocast,
+)
 from trainium_trainer.backends.nonfinite_origins import NonfiniteOrigins
 from trainium_trainer.backends.optimizers import Rounding, find_update
-from trainium_trainer.backends.recompute import apply_recompute
-from trainium_trainer.backends.replicated_store import ReplicatedStore
-from trainium_trainer.backends.torch_compile import compile_layers
 from trainium_trainer.checkpoint.format.live_state import to_local
 from trainium_trainer.data.loader import trim_padding
 from trainium_trainer.models.dropout import sample_keys
 from trainium_trainer.models.initialization import draw_initial_slice
-from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.lora import disable_adapters
 from trainium_trainer.models.loss import ChunkedLoss, compute_loss_sum, compute_token_losses
 from trainium_trainer.models.preference_loss import answer_log_probs, compute_preference_loss
-from trainium_trainer.models.stages import list_canonical_parameters
+from trainium_trainer.models.stages import LlamaStage, list_canonical_parameters
 from trainium_trainer.monitor.step_metrics import Rewards
-from trainium_trainer.tuning.apply import apply_tuning, draw_initial_adapter
+from trainium_trainer.tuning.apply import draw_initial_adapter
 from trainium_trainer.tuning.trainable import MAGNITUDE, find_adapted_module, is_adapter, is_reference_in_model
 from trainium_worker.pulse import Pulse
 
@@ -49,10 +51,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_trainer.backends.pipeline import Pipeline
-    from trainium_trainer.backends.state_store import StateStore
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.loader import MicroBatch
-    from trainium_trainer.models.stages import LlamaStage
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights
 
@@ -66,11 +66,7 @@ class NativeBackend:
     def __init__(self, settings: Settings, pulse: Pulse | None = None) -> None:
         """Join the process group and create the mesh. Collective."""
         self._pulse = pulse or Pulse()
-        self._config = settings.config
-        self._alone = settings.launch.alone
-        self._shape = settings.shape
-        self._trainable = settings.trainable
-        self._passes = settings.passes
+        self._settings, self._config, self._shape = settings, settings.config, settings.shape
         self._device = pick_device(settings.launch.local_rank, self._config.device)
         set_current_device(self._device)
         with self._pulse.waiting_for_peers:
@@ -82,8 +78,6 @@ class NativeBackend:
         self._nonfinite = NonfiniteOrigins(self.mesh, self._pulse)
         self._tokens = 0
         self._divisor = 0
-        self._token_positions: Tensor | None = None
-        """The positions of this rank's tokens, if the sequence is divided over ranks."""
         self._rewards: list[Tensor] = []
         self._log_probs: list[Tensor] | None = None
         """The log-probabilities of a pipeline's micro-batches, while they are computed instead of a loss."""
@@ -91,105 +85,16 @@ class NativeBackend:
 
     def build(self) -> None:
         """Create the model or this rank's stage without values, divide it, and allocate the state. Collective."""
-        mesh, parallelism = self._device_mesh, self._config.parallelism
-        with torch.device("meta"):
-            self._stages = [] if self.mesh.pp is None else [self._build_stage()]
-            self._models: list[Llama] = [*self._stages] or [Llama(self._shape)]
-        for model in self._models:
-            if self._config.precision.has_bfloat16_state:
-                model.to(torch.bfloat16)
-            tuning, narrow = self._config.tuning, self._config.precision is not Precision.FLOAT32
-            apply_tuning(model, self._trainable, tuning.lora, frozen=torch.bfloat16 if narrow else None)
-        if self.mesh.tp_size > 1:
-            from trainium_trainer.models.parallel_plan import apply_tensor_parallel  # noqa: PLC0415 - imports DTensor
-
-            assert mesh is not None
-            for model in self._models:
-                apply_tensor_parallel(model, mesh["tp"], sequence_parallel=parallelism.sequence)
-        if self.mesh.cp is not None:
-            from trainium_trainer.models.context_parallel import (  # noqa: PLC0415 - functional collectives
-                SequenceDivision,
-                apply_context_parallel,
+        settings, config = self._settings, self._config
+        self._model = create_model(settings, self.mesh)
+        if isinstance(self._model, LlamaStage):
+            self._nonfinite.watch(self._model)
+        divide_model(self._model, config, self.mesh, self._device_mesh)
+        self._store = self.state = create_store(self._model, config, self.mesh, self._device_mesh)
+        if isinstance(self._model, LlamaStage):
+            self._pipeline = create_pipeline(
+                self._model, settings, self.mesh, loss=self._compute_target_loss, keys=self._create_dropout_keys
             )
-
-            division = SequenceDivision(
-                self.mesh.cp, self.mesh.cp_rank, self.mesh.cp_size, self._config.data.sequence_length
-            )
-            self._token_positions = division.find_token_positions()
-            for model in self._models:
-                apply_context_parallel(model, division)
-        for model in self._models:
-            apply_recompute(model, self._config.recompute)
-            lora = self._config.tuning.method is TuningMethod.LORA
-            compile_layers(model, self._config.torch_compile, self._device.type, adapters=lora)
-        moments = self._config.optimizer.kind.moments
-        self._store: StateStore
-        if self.mesh.dp_mode.is_sharded:
-            from trainium_trainer.backends.sharded_store import ShardedStore, apply_sharding  # noqa: PLC0415 - FSDP
-
-            assert mesh is not None
-            for model in self._models:
-                apply_sharding(model, mesh["dp"], self._config.precision, self.mesh.dp_mode)
-            self._store = ShardedStore(
-                self._models,
-                self._device,
-                mesh=self.mesh,
-                moments=moments,
-                keep_gathered=self.mesh.dp_mode is DataParallelMode.SHARDED_OPTIMIZER,
-            )
-        else:
-            half = self._config.precision.has_bfloat16_state
-            self._store = ReplicatedStore(
-                self._models, self._device, self.mesh.dp, self.mesh.tp_rank, moments=moments, half=half
-            )
-        self.state = self._store
-        if self.mesh.pp is not None:
-            self._pipeline = self._build_pipeline()
-
-    def _build_stage(self) -> LlamaStage:
-        from trainium_trainer.models.stages import LlamaStage  # noqa: PLC0415 - only a pipeline has them
-
-        stage = LlamaStage(
-            self._shape,
-            stage=self.mesh.pp_rank,
-            num_stages=self.mesh.pp_size,
-            length=self._config.data.sequence_length,
-            hidden_dtype=self._find_hidden_dtype(),
-        )
-        self._nonfinite.watch(stage)
-        return stage
-
-    def _find_hidden_dtype(self) -> torch.dtype:
-        """Return the type of the residual stream: autocast leaves it in float32."""
-        narrow = self._config.precision is not Precision.FLOAT32 and not self._uses_autocast
-        return torch.bfloat16 if narrow else torch.float32
-
-    @property
-    def _uses_autocast(self) -> bool:
-        """Return whether autocast chooses the type of operations: if master weights are in float32."""
-        return self._config.precision is Precision.BFLOAT16
-
-    def _build_pipeline(self) -> Pipeline:
-        from trainium_trainer.backends.pipeline import Pipeline, StageShapes  # noqa: PLC0415 - imports DTensor and more
-
-        config, length = self._config, self._config.data.sequence_length // self.mesh.cp_size
-        shapes = StageShapes(
-            samples=config.batch.micro_size * config.data.rows_per_sample,
-            length=length,
-            part=length // self.mesh.tp_size if config.parallelism.sequence else length,
-            hidden=self._shape.hidden_size,
-            vocabulary=self._shape.vocab_size // self.mesh.tp_size,
-            hidden_dtype=self._find_hidden_dtype(),
-            logits=torch.float32 if config.precision is Precision.FLOAT32 else torch.bfloat16,
-        )
-        return Pipeline(
-            self._stages[0],
-            self.mesh,
-            shapes,
-            micro_batches=self._passes,
-            loss=self._compute_target_loss,
-            keys=self._create_dropout_keys,
-        )
 
     @torch.no_grad()
     def load_frozen(self, base: BaseWeights) -> None:
@@ -215,18 +120,18 @@ class NativeBackend:
                 local.copy_(draw_initial_slice(name, box.offsets, box.sizes, seed=seed, shape=self._shape))
 
     def _open_autocast(self) -> AbstractContextManager[Any]:
-        if self._uses_autocast:
+        if uses_autocast(self._config):
             return torch.autocast(self._device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
     def _take_local_part(self, batch: MicroBatch) -> MicroBatch:
         """Return this rank's part of a micro-batch, which still counts all tokens."""
-        if self._token_positions is None:
+        if self._model.token_positions is None:
             return (
                 trim_padding(batch, math.lcm(_PADDED_COLUMNS, self.mesh.tp_size)) if self._takes_any_length else batch
             )
-        positions = None if batch.positions is None else batch.positions[:, self._token_positions]
-        inputs, labels = batch.inputs[:, self._token_positions], batch.labels[:, self._token_positions]
+        positions = None if batch.positions is None else batch.positions[:, self._model.token_positions]
+        inputs, labels = batch.inputs[:, self._model.token_positions], batch.labels[:, self._model.token_positions]
         return replace(batch, inputs=inputs, labels=labels, positions=positions)
 
     @property
@@ -295,9 +200,9 @@ class NativeBackend:
     def _run_model(self, batch: MicroBatch, samples: Tensor | None = None, loss: ChunkedLoss | None = None) -> Tensor:
         """Return the logits of a micro-batch on the device, or its loss."""
         positions = None if batch.positions is None else batch.positions.to(self._device)
-        length = None if self._token_positions is None else self._config.data.sequence_length
+        length = None if self._model.token_positions is None else self._config.data.sequence_length
         inputs = batch.inputs.to(self._device)
-        output: Tensor = self._models[0](inputs, length=length, positions=positions, samples=samples, loss=loss)
+        output: Tensor = self._model(inputs, length=length, positions=positions, samples=samples, loss=loss)
         return output
 
     def _find_references(self, batch: MicroBatch) -> Tensor | None:
@@ -324,7 +229,7 @@ class NativeBackend:
     def _compute_batch_log_probs(self, batch: MicroBatch) -> Tensor:
         """Return the log-probabilities of a micro-batch's answers by the model without its adapters."""
         assert batch.pairs is not None
-        with self._pulse_context(), self._open_autocast(), disable_adapters(self._models[0]):
+        with self._pulse_context(), self._open_autocast(), disable_adapters(self._model):
             logits, labels = self._run_model(batch), batch.labels.to(self._device)
             losses = compute_token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
         return answer_log_probs(losses, labels, batch.pairs.answers.to(self._device))
@@ -365,11 +270,8 @@ class NativeBackend:
     def _compute_pipeline_log_probs(self, pipeline: Pipeline, batch: MicroBatch) -> Tensor:
         """Return the log-probabilities of the answers by the stages without adapters; NaN except on the last rank."""
         self._log_probs = []
-        with contextlib.ExitStack() as stack:
-            for model in self._models:
-                stack.enter_context(disable_adapters(model))
-            with self._pulse.work_with_collectives, self._open_autocast():
-                pipeline.evaluate(batch)
+        with disable_adapters(self._model), self._pulse.work_with_collectives, self._open_autocast():
+            pipeline.evaluate(batch)
         log_probs, self._log_probs = self._log_probs, None
         return torch.cat(log_probs) if log_probs else torch.full((len(batch.inputs),), math.nan)
 
@@ -411,7 +313,7 @@ class NativeBackend:
         if outcome.applied:
             clip = min(1.0, clip_norm / (outcome.gradient_norm + 1e-6))
             self._update(learning_rate=learning_rate, gradient_scale=clip / divisor)
-        elif self._alone:  # numbers mean nothing there, and the update is to be compiled
+        elif self._settings.launch.alone:  # numbers mean nothing there, and the update is to be compiled
             self._update(learning_rate=learning_rate, gradient_scale=1.0)
         elif math.isfinite(loss):
             ranks = self._nonfinite.find_gradient_origins(own_are_finite=self._store.has_finite_own_gradients())
@@ -427,8 +329,7 @@ class NativeBackend:
 
     def _list_trained_names(self) -> list[str]:
         """Return the names of this rank's parameters with gradients, from input to output."""
-        parameters = [item for model in self._models for item in list_canonical_parameters(model)]
-        return [name for name, parameter in parameters if parameter.requires_grad]
+        return [name for name, parameter in list_canonical_parameters(self._model) if parameter.requires_grad]
 
     def _compute_gradient_norm(self, divisor: int) -> float:
         """Return the gradient norm over all divided values, each counted once."""

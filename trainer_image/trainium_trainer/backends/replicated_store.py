@@ -57,7 +57,7 @@ class ReplicatedStore(StateStore):
 
     def __init__(
         self,
-        models: Sequence[Llama],
+        model: Llama,
         device: torch.device,
         dp: ProcessGroup | None,
         tp_rank: int,
@@ -65,7 +65,7 @@ class ReplicatedStore(StateStore):
         moments: Sequence[str],
         half: bool = False,
     ) -> None:
-        """Create the buffers and replace the parameters of `models`, the whole or this rank's stages.
+        """Create the buffers and replace the parameters of `model`, the whole or this rank's stage.
 
         `moments` are those of the optimizer by name; `half`: weights and moments are in bfloat16.
         """
@@ -73,14 +73,14 @@ class ReplicatedStore(StateStore):
         self._dp = dp
         self._tp_rank = tp_rank
         self._half = half
-        self._entries, self._ends, total = _plan_buffers(models)
+        self._entries, self._ends, total = _plan_buffers(model)
         self._frozen: list[LocalParameter] = []
         dtype = torch.bfloat16 if half else torch.float32
         self._flat = {
             part: torch.zeros(total, dtype=dtype, device=device) for part in (WEIGHT, *map(find_moment, moments))
         }
         self._gradients = torch.zeros(total, device=device)
-        self._adopt(models, device)
+        self._adopt(model, device)
         self._bounds = self._compute_bucket_bounds(total)
         self._slot_bounds = self._split_by_kind(total)
         self._pending = [0] * len(self._bounds)
@@ -90,10 +90,10 @@ class ReplicatedStore(StateStore):
         self._own_sums: list[Tensor] = []
         """The sum of each bucket before its reduction."""
 
-    def _adopt(self, models: Sequence[Llama], device: torch.device) -> None:
+    def _adopt(self, model: Llama, device: torch.device) -> None:
         """Turn every trained parameter and its gradient into views of the flat buffers; allocate the others."""
         replacement: dict[int, nn.Parameter] = {}
-        for name, frozen in itertools.chain.from_iterable(map(list_canonical_parameters, models)):
+        for name, frozen in list_canonical_parameters(model):
             if not frozen.requires_grad:
                 box = get_box(frozen)
                 local = torch.zeros(box.sizes, dtype=frozen.dtype, device=device)
@@ -108,7 +108,7 @@ class ReplicatedStore(StateStore):
             if self._half or self._dp is not None:
                 hook = functools.partial(self._on_gradient_ready, index, gradient)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        for module in itertools.chain.from_iterable(model.modules() for model in models):
+        for module in model.modules():
             for name, old in list(module._parameters.items()):  # noqa: SLF001 - the place where parameters are replaced
                 if old is not None:
                     module.register_parameter(name, replacement[id(old)])
@@ -259,7 +259,7 @@ def _split_ranges(flat: Tensor) -> list[Tensor]:
     return [flat[start : start + _BUCKET_VALUES] for start in range(0, flat.numel(), _BUCKET_VALUES)]
 
 
-def _plan_buffers(models: Sequence[Llama]) -> tuple[list[_Entry], tuple[int, int], int]:
+def _plan_buffers(model: Llama) -> tuple[list[_Entry], tuple[int, int], int]:
     """Return the entries, the ends of the regions of divided and of repeated parameters, and the total length.
 
     Parameters are in reverse order of use, so that the gradients of the first bucket complete first. Parameters that
@@ -267,8 +267,7 @@ def _plan_buffers(models: Sequence[Llama]) -> tuple[list[_Entry], tuple[int, int
     Without tensor parallelism all parameters count as divided. In either region vectors come last, so that parameters
     without decay form one range. Parameters that another pipeline stage counts come after both.
     """
-    shared = frozenset[str]().union(*(find_shared_with_first(model) for model in models))
-    named = [item for model in models for item in list_canonical_parameters(model)][::-1]
+    shared, named = find_shared_with_first(model), list_canonical_parameters(model)[::-1]
     tensor_parallel = any(is_dtensor(parameter) for _, parameter in named)
     placed = [
         (name, parameter, bool(get_division(parameter)) or not tensor_parallel)

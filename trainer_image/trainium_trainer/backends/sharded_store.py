@@ -9,7 +9,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -99,53 +98,53 @@ class ShardedStore(StateStore):
 
     def __init__(
         self,
-        models: Sequence[Llama],
+        model: Llama,
         device: torch.device,
         *,
         mesh: MeshCoordinates,
         moments: Sequence[str],
         keep_gathered: bool = False,
     ) -> None:
-        """Create the state of `models`, the whole or this rank's stages.
+        """Create the state of `model`, the whole or this rank's stage.
 
         `moments` are those of the optimizer by name. With `keep_gathered` a step gathers the weights once, keeps them
         and reduces once.
         """
         self.step = torch.zeros((), dtype=torch.int64)
-        self._roots = [model for model in models if isinstance(model, FSDPModule)] if keep_gathered else []
+        self._model = model
+        self._keep_gathered = keep_gathered
         self._own_sums: list[Tensor] = []
         """The sums before the reductions of this step."""
-        for model in models:
-            model.to_empty(device=device)
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_custom_reduce_scatter(_WatchedReduceScatter(self._own_sums))
-        self._models = models
+        model.to_empty(device=device)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(_WatchedReduceScatter(self._own_sums))
+        named = list_canonical_parameters(model)
         self._frozen = [
             LocalParameter(name, parameter.shape, to_local(parameter), get_box(parameter))
-            for model in models
-            for name, parameter in list_canonical_parameters(model)
+            for name, parameter in named
             if not parameter.requires_grad
         ]
+        shared = find_shared_with_first(model)
         self._entries = [
             _create_entry(
                 name,
                 parameter,
                 mesh,
                 moments,
-                is_counted=name not in find_shared_with_first(model),
+                is_counted=name not in shared,
                 is_tied=name == EMBEDDING and model.shape.tie_embeddings,
             )
-            for model in models
-            for name, parameter in list_canonical_parameters(model)
+            for name, parameter in named
             if parameter.requires_grad
         ]
 
     def begin_backward(self, passes: int) -> None:
         """Configure FSDP to reduce in every backward pass, or with `keep_gathered` only in the last."""
-        for root in self._roots:
-            root.set_requires_gradient_sync(passes > 0)
-            root.set_reshard_after_backward(passes > 0)
+        if self._keep_gathered:
+            assert isinstance(self._model, FSDPModule)
+            self._model.set_requires_gradient_sync(passes > 0)
+            self._model.set_reshard_after_backward(passes > 0)
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -203,7 +202,7 @@ class ShardedStore(StateStore):
 
     def free_evaluation_memory(self) -> None:
         """Free the gathered parameters that FSDP keeps for a backward pass; the next update would make them stale."""
-        for module in itertools.chain.from_iterable(model.modules() for model in self._models):
+        for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 

@@ -49,7 +49,7 @@ def test_buckets_are_reduced_in_order_during_the_last_backward_pass(
     monkeypatch.setattr(replicated_store, "_BUCKET_VALUES", 5000)
     shape = resolve_shape(ModelConfig(num_layers=2, hidden_size=32, intermediate_size=48, tie_embeddings=tied), 64)
     plain, model = initial_model(shape), Llama(shape)
-    store = ReplicatedStore([model], torch.device("cpu"), single_rank_group, 0, moments=("expAvg", "expAvgSq"))
+    store = ReplicatedStore(model, torch.device("cpu"), single_rank_group, 0, moments=("expAvg", "expAvgSq"))
     launched: list[tuple[int, int]] = []
     reduce = dist.all_reduce
 
@@ -93,7 +93,7 @@ def test_updates_equal_those_of_torch(
     config = OptimizerConfig(decay_scope=scope, weight_decay=0.7, beta1=0.8, beta2=0.9, eps=1e-6)
     shape = resolve_shape(ModelConfig(num_layers=2, hidden_size=32, intermediate_size=48), 64)
     plain, model = initial_model(shape), Llama(shape)
-    store = ReplicatedStore([model], torch.device("cpu"), None, 0, moments=config.kind.moments)
+    store = ReplicatedStore(model, torch.device("cpu"), None, 0, moments=config.kind.moments)
     with torch.no_grad():
         for part in store.iterate_parameters():
             part.local.copy_(draw_initial_tensor(part.name, part.size, seed=0, shape=shape))

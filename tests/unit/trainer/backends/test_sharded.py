@@ -60,7 +60,7 @@ def test_weights_are_gathered_once_a_step_where_only_the_optimizer_is_sharded(
     keep_gathered = mode is DataParallelMode.SHARDED_OPTIMIZER
     coordinates = MeshCoordinates(rank=0, world_size=2, dp_rank=0, dp_size=2, tp_rank=0, tp_size=1, dp_mode=mode)
     store = ShardedStore(
-        [model],
+        model,
         torch.device("cpu"),
         mesh=coordinates,
         moments=("expAvg", "expAvgSq"),

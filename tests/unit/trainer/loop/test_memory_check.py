@@ -60,7 +60,7 @@ def test_the_state_of_a_tuned_run_is_what_the_store_allocates(tuning: dict[str, 
         model.to(torch.bfloat16)
     narrow = None if precision == "Float32" else torch.bfloat16
     apply_tuning(model, settings.trainable, settings.config.tuning.lora, frozen=narrow)
-    store = ReplicatedStore([model], torch.device("cpu"), None, 0, moments=("expAvg", "expAvgSq"), half=half)
+    store = ReplicatedStore(model, torch.device("cpu"), None, 0, moments=("expAvg", "expAvgSq"), half=half)
     tensors = [*store._flat.values(), store._gradients, *(parameter.local for parameter in store.iterate_frozen())]
     assert estimate_run_memory(settings, 1).state == sum(tensor.nbytes for tensor in tensors)
 
