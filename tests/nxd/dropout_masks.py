@@ -8,7 +8,7 @@ import json
 import torch
 import torch_xla
 
-from trainium_trainer.models.dropout import apply_dropout, sample_keys
+from trainium_trainer.models.dropout import apply_dropout, compute_sample_keys
 
 device = torch_xla.device()
 values = torch.randn(7, 3, 33)
@@ -20,7 +20,7 @@ for number in range(4):
         "first_feature": 4096 * number,
         "sequence_dimension": number % 2,
     }
-    keys = sample_keys(torch.arange(values.shape[1 - options["sequence_dimension"]]) + number, seed=number)
+    keys = compute_sample_keys(torch.arange(values.shape[1 - options["sequence_dimension"]]) + number, seed=number)
     on_device = apply_dropout(values.to(device), keys.to(device), **options)
     has_int64.append("s64" in torch_xla._XLAC._get_xla_tensors_hlo([on_device]))
     same.append(torch.equal(on_device.cpu(), apply_dropout(values, keys, **options)))

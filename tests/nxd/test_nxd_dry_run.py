@@ -13,7 +13,7 @@ import pytest
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.nxd import extraction
-from trainium_trainer.compile.dry_run import DryRunRequest, MeshCoordinate, find_first_rank, launch_at
+from trainium_trainer.compile.dry_run import DryRunRequest, MeshCoordinate, create_dry_run_launch, find_first_rank
 from trainium_trainer.configuration.config import resolve_settings
 
 pytestmark = [pytest.mark.torch_xla, pytest.mark.timeout(600)]
@@ -88,7 +88,7 @@ def test_replicas_of_repeated_heads_have_dry_run_graphs(
     world_size = 16
     config = TrainingConfig.model_validate(base_config | {"backend": "Nxd"} | fields)
     distinct_ranks = extraction.find_ranks_with_distinct_graphs(
-        resolve_settings(config, launch_at(0, world_size, world_size))
+        resolve_settings(config, create_dry_run_launch(0, world_size, world_size))
     )
     hashes: dict[int, set[str]] = {}
     for number in range(world_size // 4):

@@ -55,7 +55,7 @@ def request_exit(step: int) -> None:
     """Send SIGTERM to this rank during a step."""
     from trainium_trainer.backends.native import NativeBackend
 
-    original, steps = NativeBackend.sum_totals, [0]
+    original, steps = NativeBackend.all_reduce_totals, [0]
 
     def totals(self: NativeBackend, **options: Any) -> Any:
         steps[0] += 1
@@ -63,7 +63,7 @@ def request_exit(step: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, **options)
 
-    NativeBackend.sum_totals = totals  # type: ignore[method-assign]
+    NativeBackend.all_reduce_totals = totals  # type: ignore[method-assign]
 
 
 def compute_nan(steps: dict[str, int]) -> None:
@@ -71,7 +71,7 @@ def compute_nan(steps: dict[str, int]) -> None:
     from trainium_trainer.backends.native import NativeBackend
     from trainium_trainer.models.llama import Block
 
-    original, block_forward, done = NativeBackend.sum_totals, Block.forward, [0]
+    original, block_forward, done = NativeBackend.all_reduce_totals, Block.forward, [0]
 
     def forward(self: Block, x: Any, *arguments: Any) -> Any:
         if done[0] + 1 == steps.get("forward"):
@@ -89,7 +89,7 @@ def compute_nan(steps: dict[str, int]) -> None:
             self._losses[-1] = self._losses[-1] * float("nan")
         return original(self, **options)
 
-    NativeBackend.sum_totals = totals  # type: ignore[method-assign]
+    NativeBackend.all_reduce_totals = totals  # type: ignore[method-assign]
 
 
 def wait(pids: list[int], seconds: float) -> list[int | None]:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_trainer.models.dropout import apply_dropout, hash_module_name, sample_keys
+from trainium_trainer.models.dropout import apply_dropout, compute_sample_keys, hash_module_name
 
 KEY = hash_module_name("model.layers.0.self_attn.q_proj")
 
@@ -14,7 +14,7 @@ def mask(
     samples: list[int], *, module: int = KEY, share: float = 0.3, seed: int = 0, features: int = 64
 ) -> torch.Tensor:
     x = torch.ones(len(samples), 48, features)
-    return apply_dropout(x, sample_keys(torch.tensor(samples), seed), module=module, drop_probability=share)
+    return apply_dropout(x, compute_sample_keys(torch.tensor(samples), seed), module=module, drop_probability=share)
 
 
 def mix_bits(bits: int) -> int:
@@ -60,13 +60,13 @@ def test_the_dropped_share_is_the_configured_one(share: float) -> None:
 
 
 def test_a_rank_with_a_part_of_the_features_has_that_part_of_the_mask() -> None:
-    x, samples = torch.ones(2, 48, 64), sample_keys(torch.tensor([1, 2]), 0)
+    x, samples = torch.ones(2, 48, 64), compute_sample_keys(torch.tensor([1, 2]), 0)
     whole = apply_dropout(x, samples, module=KEY, drop_probability=0.3)
     part = apply_dropout(x[..., 16:], samples, module=KEY, drop_probability=0.3, first_feature=16)
     assert torch.equal(part, whole[..., 16:])
 
 
 def test_the_order_of_sequence_and_batch_does_not_matter() -> None:
-    x, samples = torch.ones(2, 48, 64), sample_keys(torch.tensor([1, 2]), 0)
+    x, samples = torch.ones(2, 48, 64), compute_sample_keys(torch.tensor([1, 2]), 0)
     transposed = apply_dropout(x.transpose(0, 1), samples, module=KEY, drop_probability=0.3, sequence_dimension=0)
     assert torch.equal(transposed.transpose(0, 1), apply_dropout(x, samples, module=KEY, drop_probability=0.3))

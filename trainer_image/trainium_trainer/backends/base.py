@@ -154,7 +154,7 @@ class Backend(Protocol):
         """Add the gradients of the batch's summed loss; `last` marks the final micro-batch of the step. Collective."""
         ...
 
-    def sum_totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
+    def all_reduce_totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
         """Sum tokens, stop requests and votes over the job. Collective."""
         ...
 

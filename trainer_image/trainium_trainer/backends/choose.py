@@ -27,7 +27,7 @@ def choose_backend(choice: BackendChoice, device: DeviceChoice = DeviceChoice.AU
     """
     missing = requirements.find_missing_packages()
     if choice is BackendChoice.NXD and missing:
-        raise UserError(requirements.cannot_be_imported(" and ".join(missing)))
+        raise UserError(requirements.explain_missing_packages(" and ".join(missing)))
     if choice is BackendChoice.AUTO:
         elsewhere = device in (DeviceChoice.CPU, DeviceChoice.CUDA)
         return BackendChoice.NATIVE if missing or elsewhere or _has_torch_neuron() else BackendChoice.NXD

@@ -104,7 +104,7 @@ def set_current_device(device: torch.device) -> None:
 
 def join_process_group(device: torch.device, launch: Launch) -> None:
     """Join the process group over gloo and the device's library."""
-    if launch.alone:
+    if launch.is_dry_run:
         _join_alone(device, launch)
     else:
         init_default_group(group_backend(device), launch)
@@ -126,7 +126,7 @@ def open_store(launch: Launch) -> Store | None:
 
     Rank 0 must keep it until the group exists: if no agent serves the store, rank 0 serves it for both uses.
     """
-    if launch.alone or launch.world_size == 1 or "MASTER_ADDR" not in os.environ:
+    if launch.is_dry_run or launch.world_size == 1 or "MASTER_ADDR" not in os.environ:
         return None
     store: Store = next(dist.rendezvous("env://", timeout=_TIMEOUT))[0]
     return store

@@ -38,7 +38,7 @@ def refuse_another_mesh(settings: Settings, group: ProcessGroup | None = None) -
     the host.
     """
     config, launch = settings.config, settings.launch
-    if launch.alone or launch.world_size == 1:
+    if launch.is_dry_run or launch.world_size == 1:
         return
     mode = list(DataParallelMode).index(config.data_parallel)
     degrees = config.parallelism

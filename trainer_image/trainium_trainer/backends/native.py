@@ -33,11 +33,11 @@ from trainium_trainer.backends.nonfinite_origins import NonfiniteOrigins
 from trainium_trainer.backends.optimizers import Rounding, find_update
 from trainium_trainer.checkpoint.format.live_state import to_local
 from trainium_trainer.data.loader import trim_padding
-from trainium_trainer.models.dropout import sample_keys
+from trainium_trainer.models.dropout import compute_sample_keys
 from trainium_trainer.models.initialization import draw_initial_slice
 from trainium_trainer.models.lora import disable_adapters
 from trainium_trainer.models.loss import ChunkedLoss, compute_loss_sum, compute_token_losses
-from trainium_trainer.models.preference_loss import answer_log_probs, compute_preference_loss
+from trainium_trainer.models.preference_loss import compute_answer_log_probs, compute_preference_loss
 from trainium_trainer.models.stages import LlamaStage, list_canonical_parameters
 from trainium_trainer.monitor.step_metrics import Rewards
 from trainium_trainer.tuning.apply import draw_initial_adapter
@@ -194,7 +194,7 @@ class NativeBackend:
         if self._log_probs is None:
             return self._sum_of_pair_losses(logits, labels, answers, references)
         losses = compute_token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
-        self._log_probs.append(answer_log_probs(losses, labels, answers))
+        self._log_probs.append(compute_answer_log_probs(losses, labels, answers))
         return losses.sum()
 
     def _run_model(self, batch: MicroBatch, samples: Tensor | None = None, loss: ChunkedLoss | None = None) -> Tensor:
@@ -232,7 +232,7 @@ class NativeBackend:
         with self._pulse_context(), self._open_autocast(), disable_adapters(self._model):
             logits, labels = self._run_model(batch), batch.labels.to(self._device)
             losses = compute_token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
-        return answer_log_probs(losses, labels, batch.pairs.answers.to(self._device))
+        return compute_answer_log_probs(losses, labels, batch.pairs.answers.to(self._device))
 
     @property
     def _unpadded_vocabulary(self) -> int:
@@ -244,7 +244,7 @@ class NativeBackend:
         tuning = self._config.tuning
         if tuning.method is not TuningMethod.LORA or not tuning.lora.dropout:
             return None
-        return sample_keys(batch.sample_positions, self._config.seed).to(self._device)
+        return compute_sample_keys(batch.sample_positions, self._config.seed).to(self._device)
 
     def _pulse_context(self) -> AbstractContextManager[None]:
         """Mark whether a pass contains collectives."""
@@ -275,8 +275,8 @@ class NativeBackend:
         log_probs, self._log_probs = self._log_probs, None
         return torch.cat(log_probs) if log_probs else torch.full((len(batch.inputs),), math.nan)
 
-    def sum_totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
-        """See `Backend.sum_totals`: one small all-reduce, in which one rank counts a data-parallel share."""
+    def all_reduce_totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
+        """See `Backend.all_reduce_totals`: one small all-reduce, in which one rank counts a data-parallel share."""
         self._own_loss = _sum(self._losses)
         contribution = self._zero_unless_counted(self._own_loss, self._tokens, self._divisor, *self._sum_rewards())
         values = torch.tensor([*contribution, stop, memory_ends, vote], dtype=torch.float64)
@@ -307,13 +307,13 @@ class NativeBackend:
         return torch.stack(rewards).cpu().double().sum(0).tolist() if rewards else [0.0, 0.0, 0.0]
 
     def step(self, *, divisor: int, learning_rate: float, clip_norm: float) -> StepOutcome:
-        """See `Backend.step`; the loss was summed by `sum_totals`."""
+        """See `Backend.step`; the loss was summed by `all_reduce_totals`."""
         loss = self._loss_sum / divisor if divisor else math.nan
         outcome = StepOutcome(loss, self._compute_gradient_norm(max(divisor, 1)))
         if outcome.applied:
             clip = min(1.0, clip_norm / (outcome.gradient_norm + 1e-6))
             self._update(learning_rate=learning_rate, gradient_scale=clip / divisor)
-        elif self._settings.launch.alone:  # numbers mean nothing there, and the update is to be compiled
+        elif self._settings.launch.is_dry_run:  # numbers mean nothing there, and the update is to be compiled
             self._update(learning_rate=learning_rate, gradient_scale=1.0)
         elif math.isfinite(loss):
             ranks = self._nonfinite.find_gradient_origins(own_are_finite=self._store.has_finite_own_gradients())
@@ -336,7 +336,7 @@ class NativeBackend:
         with self._pulse.waiting_for_peers:
             self._store.reduce()
             self._sum_tied_embedding()
-        return self._reduce_norm(self._store.square_sums()) / divisor
+        return self._reduce_norm(self._store.sum_gradient_squares()) / divisor
 
     def compute_parameter_norm(self) -> float:
         """See `Backend.compute_parameter_norm`."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainium_trainer.backends.optimizers import Slot
-from trainium_trainer.backends.state_store import LocalParameter, StateStore, square_sum
+from trainium_trainer.backends.state_store import LocalParameter, StateStore, sum_squares
 from trainium_trainer.checkpoint.format.live_state import get_box, get_division, is_dtensor
 from trainium_trainer.models.stages import find_shared_with_first, list_canonical_parameters
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, find_moment, format_state_name
@@ -188,17 +188,17 @@ class ReplicatedStore(StateStore):
         sums = self._own_sums or [self._gradients.sum()]
         return bool(torch.stack(sums).isfinite().all())
 
-    def square_sums(self) -> tuple[float, float]:
+    def sum_gradient_squares(self) -> tuple[float, float]:
         """Return sums of squares of divided and of repeated gradients, over fixed ranges."""
-        return self._square_sums(self._gradients)
+        return self._sum_squares(self._gradients)
 
     def sum_weight_squares(self) -> tuple[float, float]:
         """Return the sums of squares of the weights; the gaps between weights are zero."""
-        return self._square_sums(self._flat[WEIGHT])
+        return self._sum_squares(self._flat[WEIGHT])
 
-    def _square_sums(self, flat: Tensor) -> tuple[float, float]:
+    def _sum_squares(self, flat: Tensor) -> tuple[float, float]:
         divided, repeated = self._ends
-        return square_sum(_split_ranges(flat[:divided])), square_sum(_split_ranges(flat[divided:repeated]))
+        return sum_squares(_split_ranges(flat[:divided])), sum_squares(_split_ranges(flat[divided:repeated]))
 
     def find_gradient(self, name: str) -> Tensor:
         """See `StateStore.find_gradient`."""

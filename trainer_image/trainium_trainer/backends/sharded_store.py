@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from trainium_contract.models.parameters import EMBEDDING
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.optimizers import Slot
-from trainium_trainer.backends.state_store import LocalParameter, StateStore, square_sum
+from trainium_trainer.backends.state_store import LocalParameter, StateStore, sum_squares
 from trainium_trainer.checkpoint.format.live_state import get_box, get_division, to_local
 from trainium_trainer.checkpoint.sharding import Axis
 from trainium_trainer.models.llama import RMSNorm
@@ -157,19 +157,19 @@ class ShardedStore(StateStore):
     def reduce(self) -> None:
         """Do nothing: the backward pass has reduced."""
 
-    def square_sums(self) -> tuple[float, float]:
+    def sum_gradient_squares(self) -> tuple[float, float]:
         """Return sums of squares of this rank's shards."""
-        return self._square_sums(_Entry.sum)
+        return self._sum_squares(_Entry.sum)
 
     def sum_weight_squares(self) -> tuple[float, float]:
         """Return sums of squares of this rank's shards of the weights."""
-        return self._square_sums(lambda entry: to_local(entry.parameter))
+        return self._sum_squares(lambda entry: to_local(entry.parameter))
 
-    def _square_sums(self, values: Callable[[_Entry], Tensor]) -> tuple[float, float]:
+    def _sum_squares(self, values: Callable[[_Entry], Tensor]) -> tuple[float, float]:
         counted = [entry for entry in self._entries if entry.is_counted]
         divided = [values(entry) for entry in counted if entry.is_divided]
         repeated = [values(entry) for entry in counted if not entry.is_divided]
-        return square_sum(divided), square_sum(repeated)
+        return sum_squares(divided), sum_squares(repeated)
 
     def has_finite_own_gradients(self) -> bool:
         """See `StateStore.has_finite_own_gradients`."""

@@ -67,7 +67,7 @@ class StateStore(Protocol):
         """Return whether this rank's gradients were finite before they were summed with those of other ranks."""
         ...
 
-    def square_sums(self) -> tuple[float, float]:
+    def sum_gradient_squares(self) -> tuple[float, float]:
         """Return sums of squared gradients on this rank: of divided and of repeated parameters.
 
         The first stage of a pipeline counts the weight that the last stage shares with it.
@@ -75,7 +75,7 @@ class StateStore(Protocol):
         ...
 
     def sum_weight_squares(self) -> tuple[float, float]:
-        """Return the sums of squared weights, as `square_sums`."""
+        """Return the sums of squared weights, as `sum_gradient_squares`."""
         ...
 
     def find_gradient(self, name: str) -> Tensor:
@@ -124,7 +124,7 @@ class StateStore(Protocol):
         ...
 
 
-def square_sum(tensors: Iterable[Tensor]) -> float:
+def sum_squares(tensors: Iterable[Tensor]) -> float:
     """Return the sum of squares of tensors: pieces in float32 on the device, their sum in double on the host.
 
     A processor sums a whole tensor in a few running float32 sums, with an error of 4e-3 at 50 million values, and not

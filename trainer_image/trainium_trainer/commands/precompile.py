@@ -31,8 +31,8 @@ from trainium_trainer.compile import graphs
 from trainium_trainer.compile.dry_run import (
     DryRunRequest,
     MeshCoordinate,
+    create_dry_run_launch,
     find_first_rank,
-    launch_at,
     list_mesh_coordinates,
 )
 from trainium_trainer.compile.process_pool import ProcessPool
@@ -64,7 +64,9 @@ def precompile(
     plan = read_sizes(config, overrides or (), requested=requested, cores_per_node=cores_per_node)
     launches = []
     for nodes in plan.nodes:  # check all sizes before the first one is compiled
-        settings = resolve_settings(plan.config, launch_at(0, nodes * plan.cores_per_node, plan.cores_per_node))
+        settings = resolve_settings(
+            plan.config, create_dry_run_launch(0, nodes * plan.cores_per_node, plan.cores_per_node)
+        )
         refuse_unsupported(settings)
         launches.append(settings)
     neuron_environment.apply(plan.config)

@@ -84,9 +84,9 @@ def find_first_rank(
     )
 
 
-def launch_at(rank: int, world_size: int, local_world_size: int = 1) -> Launch:
+def create_dry_run_launch(rank: int, world_size: int, local_world_size: int = 1) -> Launch:
     """Return a launch of a rank without peers on this node's first device."""
-    return Launch(rank=rank, local_rank=0, world_size=world_size, local_world_size=local_world_size, alone=True)
+    return Launch(rank=rank, local_rank=0, world_size=world_size, local_world_size=local_world_size, is_dry_run=True)
 
 
 def dry_run(settings: Settings) -> None:
@@ -115,7 +115,7 @@ def dry_run(settings: Settings) -> None:
         for _ in range(_STEPS):
             for number, batch in enumerate(batches, start=1):
                 backend.accumulate(batch, last=number == len(batches))
-            backend.sum_totals(stop=False, memory_ends=False, vote=0)
+            backend.all_reduce_totals(stop=False, memory_ends=False, vote=0)
             backend.step(
                 divisor=sum(batch.divisor for batch in batches),
                 learning_rate=settings.config.optimizer.learning_rate,
@@ -161,7 +161,9 @@ def main() -> None:
     try:
         request = DryRunRequest.model_validate_json(sys.stdin.read())
         config = TrainingConfig.model_validate(request.config)
-        settings = resolve_settings(config, launch_at(request.rank, request.world_size, request.local_world_size))
+        settings = resolve_settings(
+            config, create_dry_run_launch(request.rank, request.world_size, request.local_world_size)
+        )
         neuron_environment.apply(config)  # before a device library is imported
         dry_run(settings)
     except BaseException as error:  # noqa: BLE001 - this is where an error becomes a code

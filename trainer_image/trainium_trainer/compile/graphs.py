@@ -88,7 +88,7 @@ def describe_graphs(settings: Settings, *, image: str, flags: Sequence[str]) -> 
     )
 
 
-def digest_of_graphs(graphs: GraphInputs) -> str:
+def hash_graphs(graphs: GraphInputs) -> str:
     """Return a key of 32 hexadecimal digits that is equal only for equal graphs."""
     text = json.dumps(asdict(graphs), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
@@ -120,7 +120,7 @@ def compute_key(settings: Settings) -> str:
     """Return the key of a configuration at the size of its launch, after its variables were set."""
     flags = shlex.split(os.environ.get(COMPILER_FLAGS, "")) if uses_neuron(settings.config) else []
     flags_in_key = [flag for flag in flags if not flag.startswith(_NOT_IN_KEY)]
-    return digest_of_graphs(
+    return hash_graphs(
         describe_graphs(settings, image=os.environ.get(worker_env.ENV_IMAGE) or _read_versions(), flags=flags_in_key)
     )
 

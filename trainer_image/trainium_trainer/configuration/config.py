@@ -59,7 +59,7 @@ class Launch:
     """The owner of the checkpoints; without identity outside the operator."""
     cause: str = ""
     """The interruption before this start; empty if none or unknown."""
-    alone: bool = False
+    is_dry_run: bool = False
     """Whether no other rank exists, at any world size: collectives transfer nothing (compilation)."""
 
     @property

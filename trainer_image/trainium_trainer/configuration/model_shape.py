@@ -41,7 +41,7 @@ def resolve_shape(
         base = read_shape(Path(model.path).expanduser())
     if model.head_dim is None and (model.hidden_size is not None or model.num_attention_heads is not None):
         hidden, heads = model.hidden_size or base.hidden_size, model.num_attention_heads or base.num_attention_heads
-        _divides("model.hiddenSize", hidden, "model.numAttentionHeads", heads)
+        _refuse_indivisible("model.hiddenSize", hidden, "model.numAttentionHeads", heads)
     shape = model.overriding(base)
     if shape.vocab_size == 0:
         shape = replace(shape, vocab_size=tokenizer_vocabulary)
@@ -50,7 +50,9 @@ def resolve_shape(
             f"model.vocabSize is {shape.vocab_size} but the tokenizer has {tokenizer_vocabulary} entries: "
             f"set model.vocabSize to at least {tokenizer_vocabulary}, or use a smaller tokenizer"
         )
-    _divides("model.numAttentionHeads", shape.num_attention_heads, "model.numKeyValueHeads", shape.num_key_value_heads)
+    _refuse_indivisible(
+        "model.numAttentionHeads", shape.num_attention_heads, "model.numKeyValueHeads", shape.num_key_value_heads
+    )
     if shape.head_dim % 2:
         raise UserError(
             f"model.hiddenSize {shape.hidden_size} over model.numAttentionHeads {shape.num_attention_heads} makes "
@@ -116,7 +118,7 @@ def check_parallelism(config: TrainingConfig, shape: ModelShape, world_size: int
         ("model.intermediateSize", shape.intermediate_size),
         ("model.vocabSize", shape.vocab_size),
     ):
-        _divides(field, value, "parallelism.tensor", tensor)
+        _refuse_indivisible(field, value, "parallelism.tensor", tensor)
     heads = shape.num_key_value_heads
     if heads % tensor and tensor % heads:
         raise UserError(
@@ -125,17 +127,21 @@ def check_parallelism(config: TrainingConfig, shape: ModelShape, world_size: int
         )
     context = config.parallelism.context
     if context > 1:
-        _divides("data.sequenceLength", length, "2 x parallelism.context (two chunks on each rank)", 2 * context)
+        _refuse_indivisible(
+            "data.sequenceLength", length, "2 x parallelism.context (two chunks on each rank)", 2 * context
+        )
     if config.parallelism.sequence:
         by = "parallelism.tensor" if context == 1 else "parallelism.tensor x context"
-        _divides("data.sequenceLength", length, by, tensor * context)
+        _refuse_indivisible("data.sequenceLength", length, by, tensor * context)
     if config.parallelism.pipeline > shape.num_layers:
         raise UserError(
             f"parallelism.pipeline {config.parallelism.pipeline} is more than the {shape.num_layers} layers of the "
             "model (model.numLayers): each stage needs one; lower it"
         )
     others = [name for name in ("pipeline", "context") if getattr(config.parallelism, name) > 1]
-    _divides("the number of ranks", world_size, " x ".join(["parallelism.tensor", *others]), config.parallelism.group)
+    _refuse_indivisible(
+        "the number of ranks", world_size, " x ".join(["parallelism.tensor", *others]), config.parallelism.group
+    )
     if config.batch.micro_size > config.batch.global_size:
         raise UserError(
             f"batch.microSize is {config.batch.micro_size} but batch.globalSize is {config.batch.global_size}: every "
@@ -143,7 +149,7 @@ def check_parallelism(config: TrainingConfig, shape: ModelShape, world_size: int
         )
 
 
-def _divides(field: str, value: int, by: str, divisor: int) -> None:
+def _refuse_indivisible(field: str, value: int, by: str, divisor: int) -> None:
     if value % divisor:
         raise UserError(
             f"{field} is {value}, which is not divisible by {by} {divisor}: use a multiple of {divisor} or change {by}"

@@ -42,7 +42,7 @@ _KEPT = 10
 _PARTS = (
     ("loader", "read_batch", "wait for data"),
     ("backend", "accumulate", "forward and backward"),
-    ("backend", "sum_totals", "sum totals"),
+    ("backend", "all_reduce_totals", "sum totals"),
     ("backend", "step", "reduce gradients and update"),
     ("manager", "save_step", "checkpoint"),
     ("recorder", "step", "write records"),

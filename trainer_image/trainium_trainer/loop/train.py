@@ -140,7 +140,7 @@ def _update_state(run: Run, batch: RankBatch) -> _Update:
     with run.progress.pulse.saving():
         manager.finish_snapshot()
     started_at = time.monotonic()
-    totals = backend.sum_totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
+    totals = backend.all_reduce_totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
     batch_size = run.run_progress.compute_next_batch(run.position.samples)
     position = replace(
         run.position, step=run.position.step + 1, samples=run.position.samples + batch_size, batch=batch_size

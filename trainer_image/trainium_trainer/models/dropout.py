@@ -26,7 +26,7 @@ _COMPARED_BITS = 24
 """Bits of the hash that are compared: they resolve a probability to 6e-8."""
 
 
-def sample_keys(sample_positions: Tensor, seed: int) -> Tensor:
+def compute_sample_keys(sample_positions: Tensor, seed: int) -> Tensor:
     """Return int32 keys of [samples] int64 global positions, computed on the host."""
     low = (sample_positions & 0xFFFFFFFF).to(torch.int64)
     high = (sample_positions >> 32).to(torch.int64)
@@ -52,7 +52,7 @@ def apply_dropout(
     """Return `x` with a fraction of its values set to zero; the caller scales the others.
 
     `x` is [batch, sequence, features], or [sequence, batch, features] with `sequence_dimension` 0. Its features begin
-    at index `first_feature` of the whole; `samples` are the [batch] keys of `sample_keys`. `token_positions` [sequence]
+    at index `first_feature` of the whole; `samples` are the [batch] keys of `compute_sample_keys`. `token_positions` [sequence]
     are given where `x` holds a part of the sequence.
     """
     device = x.device

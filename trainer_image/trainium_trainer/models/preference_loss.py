@@ -33,7 +33,7 @@ class PairLoss:
     """
 
 
-def answer_log_probs(losses: Tensor, labels: Tensor, answers: Tensor) -> Tensor:
+def compute_answer_log_probs(losses: Tensor, labels: Tensor, answers: Tensor) -> Tensor:
     """Return the log-probability of each row's answer, [rows] float32.
 
     `losses` are those of each token, [rows, sequence]; `answers` [rows] are the first positions of the answers.

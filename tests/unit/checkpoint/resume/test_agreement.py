@@ -13,8 +13,8 @@ from trainium_trainer.checkpoint.resume.agreement import (
     ResumeFromMemory,
     SnapshotInventory,
     choose_buddies,
-    cleanup_ranks,
     decide,
+    find_cleanup_ranks,
     find_snapshot_writers,
 )
 from trainium_worker.snapshots.files import Part, Version
@@ -35,10 +35,10 @@ def view(rank: int, records: Any, *, store: str | None = None, key: str | None =
 def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it() -> None:
     views = [view(rank, [], store=f"node-{rank // 4}") for rank in range(8)]
     assert find_snapshot_writers(views) == {0, 4}
-    assert cleanup_ranks(views) == {0, 4}
+    assert find_cleanup_ranks(views) == {0, 4}
     sharded = [view(rank, [], store="node", key=format_shard_name(rank, 4)) for rank in range(4)]
     assert find_snapshot_writers(sharded) == {0, 1, 2, 3}
-    assert cleanup_ranks(sharded) == {0}
+    assert find_cleanup_ranks(sharded) == {0}
 
 
 def test_a_snapshot_reaches_a_hundred_new_nodes_in_seven_rounds() -> None:

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.base import StepOutcome
 from trainium_trainer.backends.native import NativeBackend
-from trainium_trainer.compile.dry_run import launch_at
+from trainium_trainer.compile.dry_run import create_dry_run_launch
 from trainium_trainer.configuration.config import Launch, read_launch, resolve_settings
 from trainium_trainer.data.loader import MicroBatch
 from trainium_trainer.weights.base import BaseWeights
@@ -34,7 +34,7 @@ def run_backend(config: TrainingConfig, launch: Launch) -> Iterator[NativeBacken
 
 @pytest.fixture
 def dry_run_backend() -> Iterator[NativeBackend]:
-    yield from run_backend(TrainingConfig.model_validate(CONFIG), launch_at(1, 2))
+    yield from run_backend(TrainingConfig.model_validate(CONFIG), create_dry_run_launch(1, 2))
 
 
 @pytest.fixture(params=["Replicated", "ShardedOptimizer", "FullySharded"])
@@ -46,7 +46,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[NativeBackend]:
 def make_step(backend: NativeBackend, seed: int) -> StepOutcome:
     tokens = torch.randint(0, 400, (2, 9), generator=torch.Generator().manual_seed(seed))
     backend.accumulate(MicroBatch(tokens[:, :-1], tokens[:, 1:], 16, torch.arange(2)), last=True)
-    totals = backend.sum_totals(stop=False, memory_ends=False, vote=0)
+    totals = backend.all_reduce_totals(stop=False, memory_ends=False, vote=0)
     return backend.step(divisor=totals.divisor, learning_rate=0.01, clip_norm=1.0)
 
 
@@ -89,7 +89,7 @@ def test_a_gradient_that_is_not_finite_is_named_also_where_most_weights_have_non
         backend.load_frozen(BaseWeights.open(str(base)))
         tokens = torch.randint(0, 320, (2, 9), generator=torch.Generator().manual_seed(1))
         backend.accumulate(MicroBatch(tokens[:, :-1], tokens[:, 1:], 16, torch.arange(2)), last=True)
-        totals = backend.sum_totals(stop=False, memory_ends=False, vote=0)
+        totals = backend.all_reduce_totals(stop=False, memory_ends=False, vote=0)
         culprit = "model.layers.0.self_attn.v_proj.lora_B.weight"
         backend._store.find_gradient(culprit).fill_(math.inf)
         outcome = backend.step(divisor=totals.divisor, learning_rate=0.01, clip_norm=1.0)

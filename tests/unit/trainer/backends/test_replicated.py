@@ -14,7 +14,7 @@ from trainium_contract.trainer.optimizer import OptimizerConfig, WeightDecayScop
 from trainium_trainer.backends import replicated_store
 from trainium_trainer.backends.optimizers import adamw
 from trainium_trainer.backends.replicated_store import ReplicatedStore
-from trainium_trainer.backends.state_store import square_sum
+from trainium_trainer.backends.state_store import sum_squares
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.initialization import draw_initial_tensor
 from trainium_trainer.models.llama import Llama
@@ -24,7 +24,7 @@ from trainium_trainer.models.loss import compute_loss_sum
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fifty_million_values_are_summed_to_five_digits(dtype: torch.dtype) -> None:
     values = torch.full((50_000_001,), 2.0**-7, dtype=dtype)
-    assert square_sum([values]) == pytest.approx(50_000_001 * 2.0**-14, rel=1e-5)
+    assert sum_squares([values]) == pytest.approx(50_000_001 * 2.0**-14, rel=1e-5)
 
 
 @given(st.lists(st.integers(0, 40_000), max_size=4), st.booleans())
@@ -33,13 +33,13 @@ def test_every_value_counts_once(sizes: list[int], transposed: bool) -> None:
     tensors = [torch.randn(2, size, generator=generator) for size in sizes]
     values = [tensor.t() for tensor in tensors] if transposed else tensors
     expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
-    assert square_sum(values) == pytest.approx(expected, rel=1e-6)
+    assert sum_squares(values) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_value_that_is_not_finite_changes_the_sum() -> None:
     values = torch.zeros(100_000)
     values[77_777] = torch.nan
-    assert torch.tensor(square_sum([torch.ones(3), values])).isnan()
+    assert torch.tensor(sum_squares([torch.ones(3), values])).isnan()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -74,7 +74,7 @@ def test_buckets_are_reduced_in_order_during_the_last_backward_pass(
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name])
-    divided, repeated = store.square_sums()
+    divided, repeated = store.sum_gradient_squares()
     assert repeated == 0.0
     total = sum(float(gradient.square().sum()) for gradient in expected.values() if gradient is not None)
     assert divided == pytest.approx(total, rel=1e-5)

@@ -18,8 +18,13 @@ import yaml
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.worker_process import compile_cache
 from trainium_contract.worker_process.compile_cache import LocalCache, SharedCache, hold_lease
-from trainium_trainer.compile.dry_run import MeshCoordinate, find_first_rank, launch_at, list_mesh_coordinates
-from trainium_trainer.compile.graphs import GraphInputs, describe_graphs, digest_of_graphs
+from trainium_trainer.compile.dry_run import (
+    MeshCoordinate,
+    create_dry_run_launch,
+    find_first_rank,
+    list_mesh_coordinates,
+)
+from trainium_trainer.compile.graphs import GraphInputs, describe_graphs, hash_graphs
 from trainium_trainer.compile.sizes import read_sizes
 from trainium_trainer.configuration.config import resolve_settings
 from trainium_trainer.exits import UserError
@@ -35,7 +40,9 @@ def graph_inputs(nodes: int = 2, **fields: Any) -> GraphInputs:
         {"model": {"preset": "Tiny"}, "batch": {"globalSize": 12}, "data": data, **fields}
     )
     return describe_graphs(
-        resolve_settings(config, launch_at(0, nodes)), image="image@sha256:1", flags=("--model-type=transformer",)
+        resolve_settings(config, create_dry_run_launch(0, nodes)),
+        image="image@sha256:1",
+        flags=("--model-type=transformer",),
     )
 
 
@@ -52,13 +59,13 @@ def write_compiled(folder: Path, *, finished: bool = True) -> LocalCache:
 
 def test_settings_that_change_no_graph_do_not_change_the_key() -> None:
     same = graph_inputs(steps=999, optimizer={"learningRate": 0.5}, data={"source": "elsewhere"}, seed=3)
-    assert digest_of_graphs(graph_inputs()) == digest_of_graphs(same)
+    assert hash_graphs(graph_inputs()) == hash_graphs(same)
 
 
 def test_packed_examples_have_the_graph_of_masked_documents() -> None:
     packed = graph_inputs(data={"format": "Instruction", "examples": {"packing": True}})
     masked = graph_inputs(data={"maskDocuments": True})
-    assert digest_of_graphs(packed) == digest_of_graphs(masked) != digest_of_graphs(graph_inputs())
+    assert hash_graphs(packed) == hash_graphs(masked) != hash_graphs(graph_inputs())
 
 
 def test_a_key_differs_by_image_flags_model_and_size() -> None:
@@ -73,7 +80,7 @@ def test_a_key_differs_by_image_flags_model_and_size() -> None:
         graph_inputs(data={"maskDocuments": True}),
         graph_inputs(torchCompile="Layers"),
     ]
-    assert len({digest_of_graphs(variant) for variant in [inputs, *others]}) == 1 + len(others)
+    assert len({hash_graphs(variant) for variant in [inputs, *others]}) == 1 + len(others)
 
 
 def test_a_node_fetches_what_another_node_has_compiled(tmp_path: Path) -> None:

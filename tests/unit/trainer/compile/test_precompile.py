@@ -17,7 +17,7 @@ from trainium_trainer import cli
 from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.commands import precompile
 from trainium_trainer.compile import process_pool
-from trainium_trainer.compile.dry_run import launch_at
+from trainium_trainer.compile.dry_run import create_dry_run_launch
 from trainium_trainer.configuration.config import resolve_settings
 from trainium_trainer.exits import UserError
 
@@ -117,7 +117,7 @@ def test_the_tool_has_a_folder_and_a_core_for_each_place_and_its_failure_is_name
     monkeypatch.setattr(extraction, "find_ranks_with_distinct_graphs", lambda _: (0,))
     monkeypatch.setattr(process_pool, "read_memory", lambda _: 1)  # three processes fit on any machine
     trainer = JOB["spec"]["trainer"] | {"parallelism": {"tensor": 4}}
-    settings = resolve_settings(TrainingConfig.model_validate(trainer), launch_at(0, 4, 4))
+    settings = resolve_settings(TrainingConfig.model_validate(trainer), create_dry_run_launch(0, 4, 4))
     if fails:
         with pytest.raises(UserError, match="compiling for 4 ranks, rank 2: no such operator"):
             precompile._compile(settings, None)

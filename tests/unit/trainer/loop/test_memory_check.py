@@ -13,7 +13,7 @@ from trainium_contract.models.parameters import parameter_sizes
 from trainium_contract.requirements.memory_estimate import TrainedParameters
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.replicated_store import ReplicatedStore
-from trainium_trainer.compile.dry_run import launch_at
+from trainium_trainer.compile.dry_run import create_dry_run_launch
 from trainium_trainer.configuration.config import Settings
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
@@ -39,7 +39,10 @@ def create_settings(tuning: dict[str, Any], *, ranks: int = 1, **fields: Any) ->
     config = TrainingConfig.model_validate({"model": model, "tuning": tuning} | fields)
     shape = resolve_shape(config.model.model_copy(update={"weights": None}), 64)
     return Settings(
-        config=config, shape=shape, launch=launch_at(0, ranks), trainable=select_trainable(shape, config.tuning)
+        config=config,
+        shape=shape,
+        launch=create_dry_run_launch(0, ranks),
+        trainable=select_trainable(shape, config.tuning),
     )
 
 

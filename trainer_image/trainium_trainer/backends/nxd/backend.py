@@ -38,10 +38,10 @@ from trainium_trainer.backends.nxd.stores import (
     NxdStateStore,
     SharedRowSync,
     Zero1Store,
-    square_sum,
+    sum_squares,
 )
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.dropout import apply_dropout, sample_keys
+from trainium_trainer.models.dropout import apply_dropout, compute_sample_keys
 from trainium_trainer.models.initialization import draw_initial_slice
 from trainium_trainer.tuning.apply import draw_initial_adapter
 from trainium_trainer.tuning.trainable import is_adapter
@@ -72,7 +72,7 @@ class NxdBackend:
         warnings.filterwarnings("ignore", message=".*torch.cuda.amp.autocast.*", category=FutureWarning)
         self._pulse = pulse or Pulse()
         self._config, self._shape, self._trainable = settings.config, settings.shape, settings.trainable
-        self._alone = settings.launch.alone
+        self._alone = settings.launch.is_dry_run
         self._device = XlaDevice()
         with self._pulse.waiting_for_peers:
             self._groups = create_groups(settings, self._device.device)
@@ -123,7 +123,7 @@ class NxdBackend:
 
     def _check_dropout_masks(self) -> None:
         """Raise UserError if this device's dropout masks differ from a CPU's."""
-        keys = sample_keys(torch.arange(_PROBE[0]), self._config.seed)
+        keys = compute_sample_keys(torch.arange(_PROBE[0]), self._config.seed)
         mask = functools.partial(apply_dropout, module=-1, drop_probability=0.5, first_feature=1 << 16)
         (actual,) = self._device.fetch([mask(torch.ones(_PROBE).to(self._device.device), keys.to(self._device.device))])
         if not torch.equal(actual, mask(torch.ones(_PROBE), keys)):
@@ -205,13 +205,13 @@ class NxdBackend:
     def _create_dropout_keys(self, batch: MicroBatch) -> Tensor | None:
         """Return the keys of the samples for dropout; None without dropout."""
         return (
-            sample_keys(batch.sample_positions, self._config.seed).to(self._device.device)
+            compute_sample_keys(batch.sample_positions, self._config.seed).to(self._device.device)
             if self._uses_dropout
             else None
         )
 
-    def sum_totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
-        """See `Backend.sum_totals`: one small all-reduce on the host; one rank contributes the tokens of a share."""
+    def all_reduce_totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
+        """See `Backend.all_reduce_totals`: one small all-reduce on the host; one rank contributes the tokens of a share."""
         mine = [self._tokens * self.mesh.counts_loss, stop, memory_ends, vote]
         values = torch.tensor(mine, dtype=torch.float64)
         with self._pulse.waiting_for_peers:
@@ -317,7 +317,9 @@ class NxdBackend:
         """See `Backend.compute_parameter_norm`."""
         states = self._store.states
         with self._pulse.work_with_collectives:
-            norm = self._reduce_norm(square_sum([entry.master for entry in states], [entry.pieces for entry in states]))
+            norm = self._reduce_norm(
+                sum_squares([entry.master for entry in states], [entry.pieces for entry in states])
+            )
             self._device.call_after_sync(self._record_values, norm.reshape(1))
             self._device.sync()
         return self._values[0]

@@ -78,12 +78,12 @@ def _init_default_group(launch: Launch) -> ProcessGroup:
         return dist.group.WORLD
     import torch_xla.distributed.xla_backend  # noqa: F401, PLC0415 - registers the process-group backend "xla"
 
-    if launch.alone:
+    if launch.is_dry_run:
         # The import registers the backend `fake`, whose collectives transfer nothing.
         from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
         dist.init_process_group("xla", store=FakeStore(), rank=launch.rank, world_size=launch.world_size)
     else:
         init_default_group("xla", launch)
-    host: ProcessGroup = dist.new_group(backend="fake" if launch.alone else "gloo")
+    host: ProcessGroup = dist.new_group(backend="fake" if launch.is_dry_run else "gloo")
     return host

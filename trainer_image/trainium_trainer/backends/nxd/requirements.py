@@ -38,10 +38,10 @@ def require_packages() -> None:
         for name in PACKAGES:
             importlib.import_module(name)
     except ImportError as error:
-        raise UserError(cannot_be_imported(error.name or str(error))) from error
+        raise UserError(explain_missing_packages(error.name or str(error))) from error
 
 
-def cannot_be_imported(what: str) -> str:
+def explain_missing_packages(what: str) -> str:
     """Return the error for missing packages."""
     return (
         f"backend is Nxd, but {what} cannot be imported: use the image pytorch-training-neuronx of Neuron SDK 2.30, or "
@@ -57,9 +57,9 @@ def check_node(settings: Settings, devices: Path) -> None:
     check_limits(settings.config, settings.dp_size)
     check_node_size(settings.config, launch.local_world_size)
     on_cpu = os.environ.get("NXD_CPU_MODE", "0") != "0"
-    if launch.alone and on_cpu:
+    if launch.is_dry_run and on_cpu:
         raise UserError("NXD_CPU_MODE is set, with which NxD makes no graphs to compile: unset it")
-    computes_elsewhere = launch.alone or on_cpu or os.environ.get("PJRT_DEVICE", _NEURON) != _NEURON
+    computes_elsewhere = launch.is_dry_run or on_cpu or os.environ.get("PJRT_DEVICE", _NEURON) != _NEURON
     if not computes_elsewhere and not any(devices.glob(DEVICE_FILES)):
         raise UserError(
             "backend is Nxd, but this node has no Neuron device: give the worker aws.amazon.com/neuron devices, or set "

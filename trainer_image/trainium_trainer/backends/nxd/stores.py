@@ -134,7 +134,7 @@ class NxdReplicatedStore:
         grads.bucket_allreduce_gradients(self._gradients)
         for master, gradient in zip(self._masters, self._gradients, strict=True):
             master.grad = gradient.to(master.dtype)
-        self.inner.scalars = decide(square_sum(self._gradients, [state.pieces for state in self.states]))
+        self.inner.scalars = decide(sum_squares(self._gradients, [state.pieces for state in self.states]))
         self.inner.step()
         for master in self._masters:
             master.grad = None
@@ -206,7 +206,7 @@ class Zero1Store:
         def before_update() -> None:
             gradients = [shard.grad for shard in self._shards]
             pieces = [state.pieces for state in self.states]
-            sums = square_sum([gradient for gradient in gradients if gradient is not None], pieces)
+            sums = sum_squares([gradient for gradient in gradients if gradient is not None], pieces)
             self.inner.scalars = decide(sums)
 
         self._optimizer.before_update = before_update
@@ -233,15 +233,17 @@ class _Zero1WithUpdateHook(NeuronZero1Optimizer):  # type: ignore[misc]
         self.before_update()
 
 
-def square_sum(tensors: Sequence[Tensor], pieces: Sequence[tuple[Piece, ...]]) -> Tensor:
+def sum_squares(tensors: Sequence[Tensor], pieces: Sequence[tuple[Piece, ...]]) -> Tensor:
     """Return the sum of squares in float32; values on several tensor-parallel ranks are divided by their number."""
     terms = []
     for tensor, parts in zip(tensors, pieces, strict=True):
-        terms += [_sum_squares(tensor[start:end]) / replicas for start, end, replicas in list_norm_terms(parts)]
+        terms += [
+            _compute_squared_norm(tensor[start:end]) / replicas for start, end, replicas in list_norm_terms(parts)
+        ]
     return torch.stack(terms).sum()
 
 
-def _sum_squares(values: Tensor) -> Tensor:
+def _compute_squared_norm(values: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(values.float())
     return norm * norm
 

@@ -110,7 +110,7 @@ def find_snapshot_writers(views: Sequence[RankView]) -> frozenset[int]:
     return frozenset(writers.values())
 
 
-def cleanup_ranks(views: Sequence[RankView]) -> frozenset[int]:
+def find_cleanup_ranks(views: Sequence[RankView]) -> frozenset[int]:
     """Return the ranks that remove leftovers: the lowest of each store."""
     lowest: dict[str, int] = {}
     for view in views:

@@ -29,8 +29,8 @@ from trainium_trainer.checkpoint.resume.agreement import (
     SnapshotInventory,
     Transfer,
     choose_buddies,
-    cleanup_ranks,
     decide,
+    find_cleanup_ranks,
 )
 from trainium_trainer.exits import TrainerError, UserError
 
@@ -251,7 +251,7 @@ class ResumeLeader:
             needs_buddies=bool(self.buddy_copies),
             holds_fence=self._problem is None,
         )
-        cleaning = cleanup_ranks(self.views)
+        cleaning = find_cleanup_ranks(self.views)
         return [Finish(agreed, view.rank in cleaning) for view in self.views]
 
     # ---- small parts ------------------------------------------------------------------------------------------------

@@ -5,7 +5,12 @@ from typing import Any
 from trainium_contract.models.families import PRESETS
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.nxd.extraction import find_ranks_with_distinct_graphs
-from trainium_trainer.compile.dry_run import MeshCoordinate, find_first_rank, launch_at, list_mesh_coordinates
+from trainium_trainer.compile.dry_run import (
+    MeshCoordinate,
+    create_dry_run_launch,
+    find_first_rank,
+    list_mesh_coordinates,
+)
 from trainium_trainer.compile.graphs import describe_graphs
 from trainium_trainer.configuration.config import Settings
 from trainium_trainer.tuning.trainable import select_trainable
@@ -17,7 +22,10 @@ def nxd_settings(tensor: int, data: int, **fields: Any) -> Settings:
     config = TrainingConfig.model_validate({"parallelism": {"tensor": tensor}} | settings)
     shape = PRESETS["Llama2-70B"]
     return Settings(
-        config=config, shape=shape, launch=launch_at(0, tensor * data), trainable=select_trainable(shape, config.tuning)
+        config=config,
+        shape=shape,
+        launch=create_dry_run_launch(0, tensor * data),
+        trainable=select_trainable(shape, config.tuning),
     )
 
 

@@ -15,7 +15,7 @@ from trainium_contract.trainer.parallelism import BackendChoice, DeviceChoice
 from trainium_trainer.backends.choose import choose_backend, create_backend, find_backend, refuse_unsupported
 from trainium_trainer.backends.nxd.requirements import PACKAGES
 from trainium_trainer.cli import run
-from trainium_trainer.compile.dry_run import launch_at
+from trainium_trainer.compile.dry_run import create_dry_run_launch
 from trainium_trainer.configuration.config import Settings, resolve_settings
 from trainium_trainer.exits import UserError, find_exit_code
 
@@ -26,7 +26,7 @@ PACKED = TEXT | {"format": "Instruction", "source": "/data/examples.jsonl", "exa
 
 def create_settings(ranks: int = 1, *, node: int = 1, alone: bool = False, **fields: Any) -> Settings:
     document = {"backend": "Nxd", "model": MODEL, "batch": {"globalSize": 8}, "data": TEXT} | fields
-    launch = replace(launch_at(0, ranks, node), alone=alone)
+    launch = replace(create_dry_run_launch(0, ranks, node), is_dry_run=alone)
     return resolve_settings(TrainingConfig.model_validate(document), launch, vocabulary=320)
 
 
