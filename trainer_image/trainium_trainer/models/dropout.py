@@ -52,8 +52,8 @@ def apply_dropout(
     """Return `x` with a fraction of its values set to zero; the caller scales the others.
 
     `x` is [batch, sequence, features], or [sequence, batch, features] with `sequence_dimension` 0. Its features begin
-    at index `first_feature` of the whole; `samples` are the [batch] keys of `compute_sample_keys`. `token_positions` [sequence]
-    are given where `x` holds a part of the sequence.
+    at index `first_feature` of the whole; `samples` are the [batch] keys of `compute_sample_keys`. `token_positions`
+    [sequence] are given where `x` holds a part of the sequence.
     """
     device = x.device
     if token_positions is None:

@@ -211,7 +211,7 @@ class NxdBackend:
         )
 
     def all_reduce_totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
-        """See `Backend.all_reduce_totals`: one small all-reduce on the host; one rank contributes the tokens of a share."""
+        """See `Backend.all_reduce_totals`: one all-reduce on the host; one rank contributes the tokens of a share."""
         mine = [self._tokens * self.mesh.counts_loss, stop, memory_ends, vote]
         values = torch.tensor(mine, dtype=torch.float64)
         with self._pulse.waiting_for_peers:
