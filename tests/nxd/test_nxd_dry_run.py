@@ -13,7 +13,7 @@ import pytest
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.nxd import extraction
-from trainium_trainer.compile.dry_run import DryRunRequest, MeshCoordinate, create_dry_run_launch, find_first_rank
+from trainium_trainer.compile.dry_run import DryRunRequest, create_dry_run_launch, list_ranks_to_compile
 from trainium_trainer.configuration.config import resolve_settings
 
 pytestmark = [pytest.mark.torch_xla, pytest.mark.timeout(600)]
@@ -93,10 +93,8 @@ def test_replicas_of_repeated_heads_have_dry_run_graphs(
     hashes: dict[int, set[str]] = {}
     for number in range(world_size // 4):
         file = tmp_path / f"graphs-{number}"
-        place = MeshCoordinate(pipeline=0, tensor=1, data=number)
-        dry_run(
-            base_config, find_first_rank(place, config, world_size, tensor_stride=4), world_size, graphs=file, **fields
-        )
+        rank = list_ranks_to_compile(config, world_size, data_ranks=(number,), tensor_stride=4)[1]
+        dry_run(base_config, rank, world_size, graphs=file, **fields)
         texts = "".join(path.read_text() for path in tmp_path.glob(f"graphs-{number}*"))
         hashes[number] = set(re.findall(r"Graph Hash: (\w+)", texts))
         assert hashes[number]

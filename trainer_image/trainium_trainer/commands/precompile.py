@@ -3,8 +3,8 @@
 Guarantees:
 - Importing this module imports no torch.
 - Sizes that are ready are not compiled again.
-- A size counts as ready only when each of its mesh coordinates was compiled, in parallel as far as memory
-  allows (`process_pool.py`).
+- A size counts as ready only when each of its distinct graphs was compiled, in parallel as far as memory allows
+  (`process_pool.py`).
 - Only the compiler's folder, the shared folder and the log are written.
 """
 
@@ -30,10 +30,8 @@ from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overri
 from trainium_trainer.compile import graphs
 from trainium_trainer.compile.dry_run import (
     DryRunRequest,
-    MeshCoordinate,
     create_dry_run_launch,
-    find_first_rank,
-    list_mesh_coordinates,
+    list_ranks_to_compile,
 )
 from trainium_trainer.compile.process_pool import ProcessPool
 from trainium_trainer.compile.sizes import read_sizes
@@ -83,7 +81,7 @@ def precompile(
             ) from error
         summary = (
             f"{nodes} node{'s' if nodes > 1 else ''}: data parallel {settings.dp_size}, "
-            f"{len(_list_coordinates(settings))} place(s) in the model: {outcome} in {time.monotonic() - began:.1f} s"
+            f"{len(_list_ranks(settings))} place(s) in the model: {outcome} in {time.monotonic() - began:.1f} s"
         )
         typer.echo(log_lines.format_sentence(summary, logger=__name__))
 
@@ -99,28 +97,23 @@ def ensure_compiled(
 
 
 def _compile(settings: Settings, local: LocalCache | None) -> None:
-    """Compile the mesh coordinates of a size in parallel."""
+    """Compile the distinct graphs of a size in parallel."""
     # Each process uses a core of the device exclusively, as the ranks of a node do.
     pool = ProcessPool(settings.launch.local_world_size if _is_nxd(settings) else len(os.sched_getaffinity(0)))
     pool.call_for_each(
-        _list_coordinates(settings),
-        lambda coordinate, slot: compile_coordinate(settings, coordinate, local, pool, slot),
+        _list_ranks(settings),
+        lambda rank, slot: compile_rank(settings, rank, local, pool, slot),
     )
 
 
-def compile_coordinate(
-    settings: Settings, coordinate: MeshCoordinate, local: LocalCache | None, pool: ProcessPool, slot: int
-) -> None:
-    """Compile one mesh coordinate in a child process. Raises the error of the process.
+def compile_rank(settings: Settings, rank: int, local: LocalCache | None, pool: ProcessPool, slot: int) -> None:
+    """Compile the graphs of one rank in a child process. Raises the error of the process.
 
     `slot` is a number that is unique among the parallel processes.
     """
     world = settings.launch.world_size
     local_world = settings.launch.local_world_size
     nxd = _is_nxd(settings)
-    rank = find_first_rank(
-        coordinate, settings.config, world, tensor_stride=extraction.compute_tensor_rank_stride(settings) if nxd else 1
-    )
     request = DryRunRequest(config=settings.config.to_wire(), rank=rank, world_size=world, local_world_size=local_world)
     command = [sys.executable, "-m", "trainium_trainer.compile.dry_run"]
     environment = dict(os.environ)
@@ -149,9 +142,16 @@ def compile_coordinate(
         raise kind(f"compiling for {world} ranks, rank {rank}: {reason}")
 
 
-def _list_coordinates(settings: Settings) -> tuple[MeshCoordinate, ...]:
-    return list_mesh_coordinates(
-        settings.config, extraction.find_ranks_with_distinct_graphs(settings) if _is_nxd(settings) else (0,)
+def _list_ranks(settings: Settings) -> tuple[int, ...]:
+    """Return a rank for each distinct graph."""
+    world_size = settings.launch.world_size
+    if not _is_nxd(settings):
+        return list_ranks_to_compile(settings.config, world_size)
+    return list_ranks_to_compile(
+        settings.config,
+        world_size,
+        data_ranks=extraction.find_ranks_with_distinct_graphs(settings),
+        tensor_stride=extraction.compute_tensor_rank_stride(settings),
     )
 
 

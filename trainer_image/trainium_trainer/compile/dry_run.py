@@ -1,7 +1,7 @@
 """Run one rank of a world without its peers: forward, backward, update and validation, to compile their graphs.
 
 Run as `python -m trainium_trainer.compile.dry_run`, a `DryRunRequest` as JSON on its standard input, in a separate
-process for each coordinate of the mesh. Collectives have their shapes and groups but transfer nothing, so that one
+process for each distinct graph. Collectives have their shapes and groups but transfer nothing, so that one
 process can represent a rank of 4,096.
 
 Guarantees:
@@ -11,9 +11,9 @@ Guarantees:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.base import MessageModel
@@ -42,46 +42,24 @@ class DryRunRequest(MessageModel):
     local_world_size: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class MeshCoordinate:
-    """Ranks with equal graphs: a position in the model, and the first data-parallel rank of a kind."""
+def list_ranks_to_compile(
+    config: TrainingConfig, world_size: int, *, data_ranks: Sequence[int] = (0,), tensor_stride: int = 1
+) -> tuple[int, ...]:
+    """Return one rank for each distinct graph of a job of `world_size` ranks.
 
-    pipeline: int
-    tensor: int
-    data: int = 0
-    context: int = 0
-
-
-def list_mesh_coordinates(config: TrainingConfig, data_ranks: Sequence[int] = (0,)) -> tuple[MeshCoordinate, ...]:
-    """Return all coordinates of a configuration; ranks not in `data_ranks` have the graphs of one of them."""
-    degrees = config.parallelism
-    stages, parts, chunks = range(degrees.pipeline), range(degrees.tensor), range(degrees.context)
-    return tuple(
-        MeshCoordinate(stage, part, data, chunk)
-        for stage in stages
-        for part in parts
-        for data in data_ranks
-        for chunk in chunks
-    )
-
-
-def find_first_rank(
-    coordinate: MeshCoordinate, settings_config: TrainingConfig, world_size: int, *, tensor_stride: int = 1
-) -> int:
-    """Return the first rank at a coordinate; pipeline x data x context x tensor, tensor the fastest.
-
-    `tensor_stride` is the distance between the ranks of a tensor-parallel group.
+    Ranks are pipeline x data x context x tensor, tensor the fastest. Data-parallel ranks that are not in `data_ranks`
+    have the graphs of one of them. `tensor_stride` is the distance between the ranks of a tensor-parallel group; such
+    groups are interleaved.
     """
-    degrees = settings_config.parallelism
-    data = world_size // (degrees.tensor * degrees.pipeline)
-    replica = coordinate.data * degrees.context + coordinate.context
-    group, offset = divmod(replica, tensor_stride)  # such groups are interleaved
-    return (
-        coordinate.pipeline * data * degrees.tensor
-        + group * tensor_stride * degrees.tensor
-        + coordinate.tensor * tensor_stride
-        + offset
-    )
+    degrees = config.parallelism
+    stage_size = world_size // degrees.pipeline
+    ranks: list[int] = []
+    for stage, part, data, chunk in itertools.product(
+        range(degrees.pipeline), range(degrees.tensor), data_ranks, range(degrees.context)
+    ):
+        group, offset = divmod(data * degrees.context + chunk, tensor_stride)
+        ranks.append(stage * stage_size + (group * degrees.tensor + part) * tensor_stride + offset)
+    return tuple(ranks)
 
 
 def create_dry_run_launch(rank: int, world_size: int, local_world_size: int = 1) -> Launch:

@@ -19,10 +19,8 @@ from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.worker_process import compile_cache
 from trainium_contract.worker_process.compile_cache import LocalCache, SharedCache, hold_lease
 from trainium_trainer.compile.dry_run import (
-    MeshCoordinate,
     create_dry_run_launch,
-    find_first_rank,
-    list_mesh_coordinates,
+    list_ranks_to_compile,
 )
 from trainium_trainer.compile.graphs import GraphInputs, describe_graphs, hash_graphs
 from trainium_trainer.compile.sizes import read_sizes
@@ -253,7 +251,6 @@ def test_a_configuration_of_the_trainer_needs_sizes(tmp_path: Path) -> None:
     assert read_sizes(file, requested=(2,), cores_per_node=4).nodes == (2,)
 
 
-def test_each_mesh_coordinate_is_compiled_by_its_first_rank() -> None:
+def test_one_rank_of_each_position_in_the_model_is_compiled() -> None:
     config = TrainingConfig.model_validate({"parallelism": {"tensor": 2, "pipeline": 2}, "batch": {"globalSize": 12}})
-    assert [find_first_rank(place, config, 12) for place in list_mesh_coordinates(config)] == [0, 1, 6, 7]
-    assert list_mesh_coordinates(config)[-1] == MeshCoordinate(pipeline=1, tensor=1)
+    assert list_ranks_to_compile(config, 12) == (0, 1, 6, 7)

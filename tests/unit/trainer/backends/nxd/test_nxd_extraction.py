@@ -5,12 +5,7 @@ from typing import Any
 from trainium_contract.models.families import PRESETS
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.nxd.extraction import find_ranks_with_distinct_graphs
-from trainium_trainer.compile.dry_run import (
-    MeshCoordinate,
-    create_dry_run_launch,
-    find_first_rank,
-    list_mesh_coordinates,
-)
+from trainium_trainer.compile.dry_run import create_dry_run_launch, list_ranks_to_compile
 from trainium_trainer.compile.graphs import describe_graphs
 from trainium_trainer.configuration.config import Settings
 from trainium_trainer.tuning.trainable import select_trainable
@@ -37,11 +32,8 @@ def test_data_ranks_with_a_different_layout_of_repeated_heads_are_compiled_too()
     assert find_ranks_with_distinct_graphs(stochastic) == (0, 2, 3, 4), (
         "keys and values are also synchronized, in runs of rows"
     )
-    ranks = [
-        find_first_rank(place, stochastic.config, 160)
-        for place in list_mesh_coordinates(stochastic.config, find_ranks_with_distinct_graphs(stochastic))
-    ]
-    assert ranks == [data * 32 + part for part in range(32) for data in (0, 2, 3, 4)]
+    ranks = list_ranks_to_compile(stochastic.config, 160, data_ranks=find_ranks_with_distinct_graphs(stochastic))
+    assert ranks == tuple(data * 32 + part for part in range(32) for data in (0, 2, 3, 4))
 
 
 def test_one_rank_represents_its_replicas_without_repeated_heads_or_divisions() -> None:
@@ -62,11 +54,6 @@ def test_the_key_of_graphs_names_the_ranks_with_distinct_graphs() -> None:
     assert "dataRanks" not in inputs[1]
 
 
-def test_the_first_rank_of_a_coordinate_is_found_in_nested_groups() -> None:
-    config = nxd_settings(4, 16).config
-    ranks = [
-        find_first_rank(MeshCoordinate(0, part, data), config, 64, tensor_stride=8)
-        for data in (0, 3, 9)
-        for part in (0, 1)
-    ]
-    assert ranks == [0, 8, 3, 11, 33, 41]
+def test_the_ranks_to_compile_are_found_in_interleaved_groups() -> None:
+    ranks = list_ranks_to_compile(nxd_settings(4, 16).config, 64, data_ranks=(0, 3, 9), tensor_stride=8)
+    assert ranks == (0, 3, 33, 8, 11, 41, 16, 19, 49, 24, 27, 57)
