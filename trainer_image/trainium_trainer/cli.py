@@ -23,6 +23,7 @@ from trainium_contract.worker_process.open_files import raise_limit
 from trainium_trainer import exits, neuron_environment
 from trainium_trainer.backends.choose import refuse_unsupported
 from trainium_trainer.commands import artifacts, check, convert, evaluate
+from trainium_trainer.commands.generate import generate
 from trainium_trainer.commands.inspect import inspect
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.commands.precompile import precompile
@@ -97,7 +98,7 @@ for _command in (
     artifacts.export,
     artifacts.merge,
     artifacts.fetch_model,
-    evaluate.generate,
+    generate,
     evaluate.evaluate,
     check.check,
     prepare_data,

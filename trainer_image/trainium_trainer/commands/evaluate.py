@@ -1,4 +1,4 @@
-"""Generate answers with a model and evaluate it: `trainium-trainer generate` and `evaluate`.
+"""Measure models on held-out examples or on the tasks of lm-eval: `trainium-trainer evaluate`.
 
 Guarantees:
 - Importing this module imports no torch.
@@ -7,14 +7,26 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainium_contract.accelerators import Device
 from trainium_contract.trainer.evaluate import GenerationConfig, TasksConfig
+from trainium_trainer.commands.model_options import (
+    Adapter,
+    BatchSize,
+    DeviceOption,
+    EndpointAddress,
+    EndpointModel,
+    EndpointSeconds,
+    MaxNewTokens,
+    PrecisionOption,
+    Stop,
+    merge_generation,
+    open_server,
+    pick_models,
+)
 from trainium_trainer.commands.options import Overrides  # noqa: TC001 - typer reads annotations
 from trainium_trainer.configuration.config import load
 from trainium_trainer.evaluate.answering.folder import ComputeType, ModelLocations
@@ -22,42 +34,14 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.validation_errors import validate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.data.examples.held_out import HeldOutExample
     from trainium_trainer.evaluate.answering.endpoint import Endpoint
-    from trainium_trainer.evaluate.answering.generation import GeneratedAnswer
     from trainium_trainer.evaluate.compare import EvaluationSettings
     from trainium_trainer.evaluate.report import EvaluationResult
     from trainium_trainer.evaluate.tasks import TaskRun
 
-_Model = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="Hugging Face folder, or s3://bucket/prefix.", show_default=False)
-]
-_Adapter = Annotated[
-    str | None, typer.Option(help="Folder of an adapter in peft's format, put beside --base without merging.")
-]
-_Config = Annotated[
-    Path | None, typer.Option(help="A TrainingJob or the trainer's configuration: its data, template and settings.")
-]
-_Device = Annotated[Device | None, typer.Option(help="Omitted: a GPU if there is one, else the CPU.")]
-_Type = Annotated[ComputeType, typer.Option(help="Auto: float32 on a CPU, the folder's own type on a GPU.")]
-_Endpoint = Annotated[
-    str | None,
-    typer.Option(help="Ask a server with OpenAI's protocol: http://HOST:8000/v1; key: OPENAI_API_KEY."),
-]
-_EndpointModel = Annotated[str | None, typer.Option(help="Name of the model there; omitted: the only one.")]
-_EndpointSeconds = Annotated[float, typer.Option(min=1, max=86_400, help="Longest time of an answer of the endpoint.")]
-_MaxNewTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer; 128.", show_default=False)]
-_Temperature = Annotated[
-    float | None, typer.Option(help="0, the default, takes the likeliest token; above, tokens are drawn.")
-]
-_TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this probability together.")]
-_TopK = Annotated[int | None, typer.Option(help="Draw from that many likeliest tokens; 0: all.")]
-_Stop = Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be repeated.")]
-_Seed = Annotated[int | None, typer.Option(help="Seed of the draws.")]
-_BatchSize = Annotated[int | None, typer.Option(help="Prompts that are answered at once; 8.", show_default=False)]
 _Models = Annotated[
     list[str] | None,
     typer.Argument(
@@ -100,85 +84,6 @@ _Message = Annotated[
     Path | None,
     typer.Option(help="--config: file to write the figures alone to: a pod's termination message."),
 ]
-_AdapterBase = Annotated[str | None, typer.Option(help="The base model of --adapter.")]
-_Prompt = Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")]
-_Prompts = Annotated[
-    Path | None, typer.Option(help="File of prompts: one on each line, or .jsonl with a text or a record on each.")
-]
-_HeldOut = Annotated[
-    int | None, typer.Option(min=1, help="Ask the first examples that data.validation of --config holds back.")
-]
-_AsJson = Annotated[bool, typer.Option("--json", help="One JSON object for each answer, on a line.")]
-
-
-def generate(
-    model: _Model = None,
-    *,
-    base: _AdapterBase = None,
-    adapter: _Adapter = None,
-    endpoint: _Endpoint = None,
-    endpoint_model: _EndpointModel = None,
-    endpoint_seconds: _EndpointSeconds = 300.0,
-    prompt: _Prompt = None,
-    prompts: _Prompts = None,
-    config: _Config = None,
-    overrides: Overrides = None,
-    held_out: _HeldOut = None,
-    max_new_tokens: _MaxNewTokens = None,
-    temperature: _Temperature = None,
-    top_p: _TopP = None,
-    top_k: _TopK = None,
-    stop: _Stop = None,
-    seed: _Seed = None,
-    batch_size: _BatchSize = None,
-    precision: _Type = ComputeType.AUTO,
-    device: _Device = None,
-    as_json: _AsJson = False,
-) -> None:
-    """Answer prompts with a model; with --config by the template that it was trained with."""
-    if sum((bool(prompt), prompts is not None, held_out is not None)) != 1:
-        raise UserError("give what is to be answered: one of --prompt, --prompts and --held-out")
-    if held_out is not None and config is None:
-        raise UserError("--held-out needs --config: it names the data")
-    server = _open_server(endpoint, endpoint_model, endpoint_seconds, model, base, adapter)
-    models = _pick_models(model, base, adapter) if server is None else None
-    training = load(config, overrides or ()) if config is not None else None
-    settings = _merge_generation(
-        training,
-        maxNewTokens=max_new_tokens,
-        temperature=temperature,
-        topP=top_p,
-        topK=top_k,
-        stop=stop or None,
-        seed=seed,
-        batchSize=batch_size,
-    )
-    questions = _open_questions(training, prompt, prompts, held_out)
-    if models is not None:
-        from trainium_trainer.evaluate.questions import answer_questions  # noqa: PLC0415 - torch
-
-        answers = answer_questions(models, questions, settings, device=device, precision=precision)
-        for line in _format_answers(questions, answers, as_json=as_json):
-            typer.echo(line)
-    elif server is not None:
-        _print_stream(server, questions, settings, as_json=as_json)
-
-
-def _open_questions(
-    training: TrainingConfig | None, texts: list[str] | None, file: Path | None, held_out: int | None
-) -> list[HeldOutExample]:
-    """Return the questions of the one origin that is given; those held back need a configuration. Raises UserError."""
-    from trainium_trainer.evaluate.questions import (  # noqa: PLC0415 - torch
-        build_questions,
-        read_held_out_questions,
-        read_prompts,
-    )
-
-    if held_out is not None:
-        assert training is not None
-        return list(read_held_out_questions(training.data, held_out).questions)
-    prompts = list(texts or ()) or read_prompts(file)  # type: ignore[arg-type]  # one of them is given
-    return build_questions(prompts, training.data if training is not None else None)
 
 
 def evaluate(
@@ -194,16 +99,16 @@ def evaluate(
     chat_template: _ChatTemplate = False,
     keep_samples: _KeepSamples = False,
     base: _ComparedBase = None,
-    adapter: _Adapter = None,
-    endpoint: _Endpoint = None,
-    endpoint_model: _EndpointModel = None,
-    endpoint_seconds: _EndpointSeconds = 300.0,
+    adapter: Adapter = None,
+    endpoint: EndpointAddress = None,
+    endpoint_model: EndpointModel = None,
+    endpoint_seconds: EndpointSeconds = 300.0,
     samples: _Samples = None,
-    max_new_tokens: _MaxNewTokens = None,
-    stop: _Stop = None,
-    batch_size: _BatchSize = None,
-    precision: _Type = ComputeType.AUTO,
-    device: _Device = None,
+    max_new_tokens: MaxNewTokens = None,
+    stop: Stop = None,
+    batch_size: BatchSize = None,
+    precision: PrecisionOption = ComputeType.AUTO,
+    device: DeviceOption = None,
     markdown: _Markdown = None,
     output: _Output = None,
     message: _Message = None,
@@ -222,7 +127,7 @@ def evaluate(
             chatTemplate=chat_template,
             keepSamples=keep_samples,
         )
-        server = _open_server(endpoint, endpoint_model, endpoint_seconds, *paths[1:], base, adapter)
+        server = open_server(endpoint, endpoint_model, endpoint_seconds, *paths[1:], base, adapter)
         columns = (
             _list_models(paths, base, adapter) if server is None else [ModelLocations(model=next(iter(paths), ""))]
         )
@@ -230,13 +135,13 @@ def evaluate(
         return
     assert config is not None
     training = load(config, overrides or ())
-    server = _open_server(endpoint, endpoint_model, endpoint_seconds, *paths, base, adapter)
-    generation = _merge_generation(training, maxNewTokens=max_new_tokens, stop=stop or None, batchSize=batch_size)
+    server = open_server(endpoint, endpoint_model, endpoint_seconds, *paths, base, adapter)
+    generation = merge_generation(training, maxNewTokens=max_new_tokens, stop=stop or None, batchSize=batch_size)
     max_samples = samples or training.evaluate.samples
     if server is not None:
         result = _evaluate_endpoint(server, training, max_samples, generation)
     else:
-        models = _pick_models(next(iter(paths), None), base, adapter, compared=True)
+        models = pick_models(next(iter(paths), None), base, adapter, compared=True)
         from trainium_trainer.evaluate.compare import EvaluationSettings  # noqa: PLC0415 - torch
 
         settings = EvaluationSettings(generation=generation, device=device, precision=precision)
@@ -339,82 +244,12 @@ def _write_samples(output: Path | None, run: TaskRun) -> None:
         _write((output.with_suffix(".samples.jsonl"), run.samples))
 
 
-def _open_server(url: str | None, model: str | None, seconds: float, *folders: str | None) -> Endpoint | None:
-    """Return the endpoint; None if folders are given. Raises UserError, also if both are given."""
-    if url is None:
-        return None
-    if any(folders):
-        raise UserError("--endpoint asks a server: leave out --base, --adapter and MODEL, which tasks alone may need")
-    from trainium_trainer.evaluate.answering.endpoint import open_endpoint  # noqa: PLC0415 - torch
-
-    return open_endpoint(url, model, seconds)
-
-
 def _list_models(models: list[str], base: str | None, adapter: str | None) -> list[ModelLocations]:
     """Return the models of the table, the base first."""
     first = [ModelLocations(model=base)] if base is not None else []
     if adapter is not None or not models:
-        return [*first, _pick_models(models[0] if models else None, base, adapter)]
+        return [*first, pick_models(models[0] if models else None, base, adapter)]
     return [*first, *(ModelLocations(model=location) for location in models)]
-
-
-def _pick_models(model: str | None, base: str | None, adapter: str | None, *, compared: bool = False) -> ModelLocations:
-    """Return the model, or the adapter with its base; `compared`: the base is evaluated too."""
-    if adapter is not None:
-        if base is None or model is not None:
-            raise UserError("--adapter goes with --base, the model it was made for, and with no other MODEL")
-        return ModelLocations(model=base, adapter=adapter, base=base if compared else None)
-    if model is None:
-        raise UserError("give a MODEL folder, or --base and --adapter")
-    if base is not None and not compared:
-        raise UserError("--base goes with --adapter: leave it out, or give the adapter")
-    return ModelLocations(model=model, base=base)
-
-
-def _merge_generation(training: TrainingConfig | None, **options: Any) -> GenerationConfig:
-    """Return the settings of the configuration, overridden by options. Raises UserError."""
-    wire = training.evaluate.generation.to_wire() if training is not None else {}
-    return validate(GenerationConfig, wire | {name: value for name, value in options.items() if value is not None})
-
-
-def _format_answers(
-    questions: Sequence[HeldOutExample], answers: Sequence[GeneratedAnswer], *, as_json: bool
-) -> Iterator[str]:
-    """Format answers as text, or as JSON, one object per line."""
-    for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):
-        if as_json:
-            yield _format_json(question, answer)
-            continue
-        yield from _format_question(number, question)
-        length = f"{answer.tokens} tokens, {answer.finish_reason}"
-        yield f"{typer.style(f'[{number}] answer', bold=True)} ({length})\n{answer.text}"
-
-
-def _print_stream(
-    server: Endpoint, questions: Sequence[HeldOutExample], generation: GenerationConfig, *, as_json: bool
-) -> None:
-    """Print answers while the server sends them."""
-    for number, question in enumerate(questions, start=1):
-        if as_json:
-            typer.echo(_format_json(question, server.complete(question.prompt, generation)))
-            continue
-        for line in _format_question(number, question):
-            typer.echo(line)
-        typer.echo(f"{typer.style(f'[{number}] answer', bold=True)} of {server.model}")
-        answer = server.complete(question.prompt, generation, lambda part: typer.echo(part, nl=False))
-        typer.echo(f"\n({answer.tokens} tokens, {answer.finish_reason})")
-
-
-def _format_json(question: HeldOutExample, answer: GeneratedAnswer) -> str:
-    line = {"prompt": question.prompt, "answer": answer.text, "tokens": answer.tokens, "ending": answer.finish_reason}
-    return json.dumps(line | ({"expected": question.answer} if question.answer else {}), ensure_ascii=False)
-
-
-def _format_question(number: int, question: HeldOutExample) -> Iterator[str]:
-    rule = "" if number == 1 else "\n"
-    yield f"{rule}{typer.style(f'[{number}] prompt', bold=True)}\n{question.prompt}"
-    if question.answer:
-        yield f"{typer.style(f'[{number}] expected', bold=True)}\n{question.answer}"
 
 
 @contextlib.contextmanager
