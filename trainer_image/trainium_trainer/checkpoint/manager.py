@@ -126,7 +126,13 @@ class CheckpointManager:
             milestone_tokens=agreed.milestone_tokens,
         )
         self._durable = DurableTier(
-            session, lease=lease, resumed=agreed, leftovers=outcome.leftovers, after_milestone=after_milestone
+            session,
+            lease=lease,
+            committed_step=agreed.durable_step,
+            milestone_tokens=agreed.milestone_tokens,
+            known_bad=agreed.known_bad,
+            leftovers=outcome.leftovers,
+            after_milestone=after_milestone,
         )
 
     # ---- in a step --------------------------------------------------------------------------------------------------

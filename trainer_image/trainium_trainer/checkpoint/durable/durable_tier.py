@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.checkpoint import DurableTierConfig, Milestones
     from trainium_trainer.checkpoint.interfaces import Position, Session
-    from trainium_trainer.checkpoint.resume.leader import Agreement
     from trainium_trainer.checkpoint.root.commit_lease import CommitLease
 
 AfterMilestone: TypeAlias = "Callable[[int, ProcessGroup | None, Callable[[], None]], None]"
@@ -151,13 +150,16 @@ class DurableTier:
         session: Session,
         *,
         lease: CommitLease,
-        resumed: Agreement,
+        committed_step: int,
+        milestone_tokens: int,
+        known_bad: frozenset[str],
         leftovers: Sequence[str],
         after_milestone: AfterMilestone | None = None,
     ) -> None:
         """Allocate the staging buffers, agree on the save plan, and remove `leftovers`, all in the background.
 
-        lease: the first rank claims it before a commit if the start could not. resumed: the result of the resume.
+        lease: the first rank claims it before a commit if the start could not. committed_step: the newest valid
+        committed step, -1 for none. known_bad: the folders of damaged checkpoints.
         """
         self._state, self._mesh, self._group = session.state, session.mesh, session.group
         self._storage = session.storage
@@ -168,7 +170,7 @@ class DurableTier:
         self._config, self._config_digest = session.config, session.config_digest
         self._settings = dict(session.settings)
         self._lease, self._token = lease, lease.token
-        self._known_bad = resumed.known_bad
+        self._known_bad = known_bad
         self._after_milestone = after_milestone
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -179,9 +181,9 @@ class DurableTier:
         """The attempt whose receipt this rank is publishing or published last."""
         self.successful_saves = 0
         """The number of saves that have succeeded."""
-        self.committed_step = resumed.durable_step
+        self.committed_step = committed_step
         """The newest committed step that this rank knows."""
-        self.milestone_tokens = resumed.milestone_tokens
+        self.milestone_tokens = milestone_tokens
         """The position, in tokens, of the newest milestone that this rank knows."""
         self._run(lambda: self._prepare(leftovers), "prepare")
 
