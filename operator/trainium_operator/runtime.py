@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.api_server import errors
 from trainium_contract.status.conditions import Phase
 from trainium_operator.clock import SteadyClock
-from trainium_operator.cluster import coordinator_ports, job_pages, lease, owner_references, reconciler, releases
+from trainium_operator.cluster import coordinator_adapters, job_pages, lease, owner_references, reconciler, releases
 from trainium_operator.cluster.api import client, resources
 from trainium_operator.cluster.cache import caches, discovery, store, views
 from trainium_operator.cluster.execute import events, executor, owner_check, status_writes
@@ -101,7 +101,7 @@ class Runtime:
 
         self.state = state.CoordinatorState(self._plan_clock)
         self.certificate_keeper = self._create_certificate_keeper()
-        self.token_verifier = token_verifier.TokenVerifier(partial(coordinator_ports.read_token_keys, self.api))
+        self.token_verifier = token_verifier.TokenVerifier(partial(coordinator_adapters.read_token_keys, self.api))
         self.coordinator = self._create_coordinator()
         self.prober = probe.Prober(
             self.state, is_serving=self.leading.is_set, notify=self._notify, find_address=self._find_address
@@ -180,14 +180,14 @@ class Runtime:
             name for service in services for name in certificates.list_server_names(service, self._namespace)
         )
         return certificate_keeper.CertificateKeeper(
-            coordinator_ports.KubernetesSecret(self.api, self._namespace, self.settings.secret_name),
+            coordinator_adapters.KubernetesSecret(self.api, self._namespace, self.settings.secret_name),
             tuple(dict.fromkeys(server_names)),
             wall_clock=self._wall_clock,
             on_new_bundle=self.enqueue_all,
         )
 
     def _create_coordinator(self) -> server.CoordinatorServer:
-        worker_pods = coordinator_ports.WorkerPods(
+        worker_pods = coordinator_adapters.WorkerPods(
             self.caches.pods.store, self.caches.jobs.store, is_current=self.leading.is_set
         )
         return server.CoordinatorServer(
@@ -203,8 +203,8 @@ class Runtime:
 
     def _create_readers(self, exposition: servers.Exposition) -> servers.EndpointServer:
         authorizer = access.Access(
-            coordinator_ports.Reviewer(self.api, resources.TOKEN_REVIEWS).review,
-            coordinator_ports.Reviewer(self.api, resources.ACCESS_REVIEWS).review,
+            coordinator_adapters.Reviewer(self.api, resources.TOKEN_REVIEWS).review,
+            coordinator_adapters.Reviewer(self.api, resources.ACCESS_REVIEWS).review,
             wall_clock=self._plan_clock,
         )
         return servers.EndpointServer(
@@ -434,7 +434,7 @@ class Runtime:
         self.metrics.queue_depth.set(len(self.queue))
         self.metrics.agents.set(self.state.count_agents())
         self.metrics.set_served_namespaces(
-            {state.value: count for state, count in self.caches.namespaces.counts().items()}
+            {state.value: count for state, count in self.caches.namespaces.count_by_state().items()}
         )
         self.metrics.events_dropped.set(self.recorder.dropped)
         self.metrics.set_fleet(self.fleet.machines, frozen=bool(self.fleet.view.frozen))

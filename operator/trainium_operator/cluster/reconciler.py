@@ -141,7 +141,7 @@ class Reconciler:
             self._reported_unknown.pop(key, None)
             self.queue.mark_fast(key)
             return
-        if not self.caches.namespaces.is_open(key[0]):
+        if not self.caches.namespaces.is_synced(key[0]):
             self.queue.forget(key)  # a job missing from a failed list is not gone; once listed, jobs are planned again
             return
         if server := self.find_server(key[0]):

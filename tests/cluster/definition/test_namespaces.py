@@ -117,19 +117,19 @@ def test_a_deleted_namespace_is_closed_until_it_is_recreated(rights: Api, tmp_pa
         watches = [asyncio.create_task(reflector.run()) for reflector in caches.list_reflectors()]
 
         async def until(condition: Callable[[], bool], description: str) -> None:
-            await async_until(condition, lambda: f"{description}: {namespaces.counts()}")
+            await async_until(condition, lambda: f"{description}: {namespaces.count_by_state()}")
 
-        await until(lambda: namespaces.is_open(SERVED) and namespaces.is_open(DELETED), "both are listed")
+        await until(lambda: namespaces.is_synced(SERVED) and namespaces.is_synced(DELETED), "both are listed")
         await asyncio.to_thread(rights.run, "kubectl", "delete", "namespace", DELETED)
         for reflector in caches.list_reflectors():  # as at the end of the watches, after five minutes
             await reflector.refresh()
-        assert (namespaces.get_state(DELETED), namespaces.is_open(SERVED)) == (ListState.FORBIDDEN, True)
+        assert (namespaces.get_state(DELETED), namespaces.is_synced(SERVED)) == (ListState.FORBIDDEN, True)
         await asyncio.to_thread(rights.make_namespaces, DELETED)
         await asyncio.to_thread(rights.run, "kubectl", "apply", "-f", "-", stdin=role_objects(rights, DELETED))
         await asyncio.to_thread(rights.run, "kubectl", "apply", "-f", "-", stdin=build_job_json("again", DELETED))
         for reflector in caches.list_reflectors():
             await reflector.refresh()
-        await until(lambda: namespaces.is_open(DELETED), "it is listed again")
+        await until(lambda: namespaces.is_synced(DELETED), "it is listed again")
         await until(
             lambda: set(caches.jobs.store.snapshot()) == {(SERVED, "stays"), (DELETED, "again")}, "the jobs are known"
         )

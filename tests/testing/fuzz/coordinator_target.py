@@ -34,7 +34,7 @@ from trainium_contract.wire.messages import (
 )
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind
 from trainium_operator.cluster.cache.store import Entry, Key
-from trainium_operator.cluster.coordinator_ports import WorkerPods
+from trainium_operator.cluster.coordinator_adapters import WorkerPods
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.streams import MAX_FRAME_BYTES

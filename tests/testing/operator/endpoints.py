@@ -14,7 +14,7 @@ from tests.testing.operator.coordinator_fixture import tls_of_server
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import ACCESS_REVIEWS, TOKEN_REVIEWS
 from trainium_operator.cluster.api.transport import Transport
-from trainium_operator.cluster.coordinator_ports import Reviewer
+from trainium_operator.cluster.coordinator_adapters import Reviewer
 from trainium_operator.endpoints.access import Access
 from trainium_operator.endpoints.pages import Jobs
 from trainium_operator.endpoints.servers import EndpointServer, Exposition

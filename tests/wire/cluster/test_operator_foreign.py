@@ -29,7 +29,7 @@ from trainium_operator.cluster.api.resources import (
     PODS,
     Resource,
 )
-from trainium_operator.cluster.coordinator_ports import WorkerPods
+from trainium_operator.cluster.coordinator_adapters import WorkerPods
 from trainium_operator.http.errors import ForbiddenError, PodDeletedError
 from trainium_operator.plan.model import names
 from trainium_operator.settings import Settings

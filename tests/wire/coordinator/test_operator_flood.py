@@ -30,7 +30,7 @@ from trainium_contract.wire.stream import STREAM_PATH, FrameKind
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import LEASES
 from trainium_operator.cluster.api.transport import connect
-from trainium_operator.cluster.coordinator_ports import KEYS_PATH, read_token_keys
+from trainium_operator.cluster.coordinator_adapters import KEYS_PATH, read_token_keys
 from trainium_operator.cluster.lease import LeaseElector, LeaseTimes
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.server import CoordinatorServer

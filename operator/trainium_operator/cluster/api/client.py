@@ -230,7 +230,7 @@ class Api:
                 error = parse_refusal(f"{method} {path}", answer.status, answer.body)
                 if not isinstance(error, UnavailableError):
                     raise error
-                pause = max(pause, _retry_after(answer))
+                pause = max(pause, _parse_retry_after(answer))
             if attempt == attempts or clock() + pause >= latest:
                 raise error
             await asyncio.sleep(pause)
@@ -245,7 +245,7 @@ def add_labels(body: Json, labels: Mapping[str, str]) -> Json:
     return {**body, "metadata": {**metadata, "labels": {**labels, **metadata.get("labels", {})}}}
 
 
-def _retry_after(answer: HttpResponse) -> float:
+def _parse_retry_after(answer: HttpResponse) -> float:
     try:
         return min(MAX_RETRY_AFTER_SECONDS, max(0.0, float(answer.headers.get("retry-after", "0"))))
     except ValueError:  # an HTTP date; the client's own back-off applies

@@ -53,7 +53,7 @@ async def discover_gang_apis(api: Api) -> dict[GangApi, str]:
     return served_kinds
 
 
-async def serves(api: Api, resource: Resource) -> bool:
+async def is_served(api: Api, resource: Resource) -> bool:
     """Return whether the kind is served in a known version. Raises ApiError."""
     groups = (await api.read("/apis")).get("groups") or ()
     served = {
@@ -119,8 +119,8 @@ class Discovery:
         """Refresh once; a result that could not be read stays as it was."""
         try:
             cluster = self.cluster or await read_cluster_uid(self._api)
-            gang_apis, kueue = await discover_gang_apis(self._api), await serves(self._api, WORKLOADS)
-            claims = await serves(self._api, TEMPLATES)
+            gang_apis, kueue = await discover_gang_apis(self._api), await is_served(self._api, WORKLOADS)
+            claims = await is_served(self._api, TEMPLATES)
         except ForbiddenError as error:
             logger.warning("API discovery is forbidden, so no gang API is used: %s", error)
             cluster, gang_apis, kueue, claims = self.cluster, {}, False, False

@@ -89,6 +89,6 @@ class Dra:
         return DevicesView(
             templates={name: uid for (_, name), uid in owned.items()},
             taints={uid: pool_taints for uid, pool_taints in taints if pool_taints},
-            free_nodes=tuple(name for name in nodes if self.inventory.free_on(name) >= max(1, count)),
+            free_nodes=tuple(name for name in nodes if self.inventory.count_free_on(name) >= max(1, count)),
             nodes=len(nodes),
         )

@@ -34,13 +34,13 @@ class Inventory:
         self._tainted: set[str] = set()
         """Nodes with a tainted device. Almost none, and each plan asks for the taints of all its pods."""
         slices.listen(self._handle_slice_change)
-        claims.listen(self._claim_changed)
+        claims.listen(self._handle_claim_change)
 
     def list_nodes(self) -> Iterator[str]:
         """Return an iterator over the nodes that publish devices."""
         return iter(self._free)
 
-    def free_on(self, node: str) -> int:
+    def count_free_on(self, node: str) -> int:
         """Return how many devices of a node are free."""
         return self._free.get(node, 0)
 
@@ -68,7 +68,7 @@ class Inventory:
         for node in {entry.view.node for entry in (old, new) if entry is not None and entry.view.node}:
             self._recount_node(node)
 
-    def _claim_changed(self, key: Key, old: Entry[ClaimView] | None, new: Entry[ClaimView] | None) -> None:
+    def _handle_claim_change(self, key: Key, old: Entry[ClaimView] | None, new: Entry[ClaimView] | None) -> None:
         before, after = old.view.held if old is not None else (), new.view.held if new is not None else ()
         for pod in old.view.pods if old is not None else ():
             self._held.get(pod, {}).pop(key, None)

@@ -99,8 +99,9 @@ class Kueue:
     def find_quota(self, job: JobView) -> QuotaView | None:
         """Return a job's quota; None when Kueue is not available or the job has no queue."""
         owned = self.workloads.store.list_owned_by(job.id).values()
-        listed = self._namespaces.is_open(job.namespace) and self.workloads.is_listed_since(job.namespace, self._since)
-        is_complete = self.offered.state is ApiState.READY and listed  # a missing list is not an empty list
+        is_synced = self._namespaces.is_synced(job.namespace)
+        is_listed = is_synced and self.workloads.is_listed_since(job.namespace, self._since)
+        is_complete = self.offered.state is ApiState.READY and is_listed  # a missing list is not an empty list
         if not is_complete or not (owned or job.spec.scheduling.queue_name):
             return None
         workloads = sorted(owned, key=lambda workload: (workload.part, workload.name))

@@ -44,7 +44,7 @@ def parse_workload(raw: Json) -> quota.WorkloadView:
             for condition in as_mappings(status.get("conditions"))
             if as_text(condition.get("type")) in _KNOWN
         ),
-        grants=tuple(map(_grant, grants)),
+        grants=tuple(map(_parse_grant, grants)),
         updates=_merge_updates(as_mappings(status.get("admissionChecks"))),
     )
 
@@ -88,7 +88,7 @@ def _parse_condition(raw: Json) -> quota.WorkloadConditionView:
     )
 
 
-def _grant(raw: Json) -> quota.PodSetGrant:
+def _parse_grant(raw: Json) -> quota.PodSetGrant:
     flavors = tuple(dict.fromkeys(as_texts(raw.get("flavors")).values()))
     return quota.PodSetGrant(name=as_text(raw.get("name")), count=_parse_count(raw, default=0), flavors=flavors)
 

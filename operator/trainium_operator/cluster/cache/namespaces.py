@@ -4,8 +4,8 @@ Each kind of object is listed and watched in each served namespace by itself, or
 missing right, or a namespace that is deleted with its Role, makes one of them unreadable: its objects stay cached, but
 no plan uses them. A missing list is not an empty list.
 
-Guarantee: a namespace is open while every kind in it is listed. It closes with the first refusal, and opens again only
-when the refused kind has been listed again; other namespaces are not affected.
+Guarantee: a namespace is synced while every kind in it is listed. The first refusal ends that until the refused kind
+has been listed again; other namespaces are not affected.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Namespaces:
         self.names = names
         self._clock = clock
         self._states: dict[str, dict[str, ListState]] = {name: {} for name in names}
-        self._open_since: dict[str, float] = {}
+        self._synced_since: dict[str, float] = {}
         self._listeners: list[Callable[[str], None]] = []
 
     @property
@@ -49,13 +49,13 @@ class Namespaces:
         """Return whether all namespaces are read at once."""
         return self.names == EVERYWHERE
 
-    def expect(self, kind: str) -> None:
-        """Add a kind that is read in each namespace: none is open before it is listed."""
+    def add_kind(self, kind: str) -> None:
+        """Add a kind that is read in each namespace: none is synced before it is listed."""
         for states in self._states.values():
             states[kind] = ListState.UNKNOWN
 
     def listen(self, listener: Callable[[str], None]) -> None:
-        """Call `listener(namespace)` whenever one opens; "" stands for all."""
+        """Call `listener(namespace)` whenever one becomes synced; "" stands for all."""
         self._listeners.append(listener)
 
     def get_state(self, name: str) -> ListState:
@@ -65,15 +65,15 @@ class Namespaces:
             return ListState.FORBIDDEN
         return ListState.UNKNOWN if ListState.UNKNOWN in states else ListState.LISTED
 
-    def is_open(self, namespace: str) -> bool:
+    def is_synced(self, namespace: str) -> bool:
         """Return whether everything that a plan reads in the namespace is known."""
-        return self._find_scope(namespace) in self._open_since
+        return self._find_scope(namespace) in self._synced_since
 
-    def open_since(self, namespace: str) -> float:
-        """Return since when the namespace is open (Unix seconds); 0 while it is not."""
-        return self._open_since.get(self._find_scope(namespace), 0.0)
+    def get_sync_time(self, namespace: str) -> float:
+        """Return since when the namespace is synced (Unix seconds); 0 while it is not."""
+        return self._synced_since.get(self._find_scope(namespace), 0.0)
 
-    def counts(self) -> dict[ListState, int]:
+    def count_by_state(self) -> dict[ListState, int]:
         """Return the number of served namespaces in each state."""
         seen = [self.get_state(name) for name in self.names]
         return {state: seen.count(state) for state in ListState}
@@ -92,9 +92,9 @@ class Namespaces:
                 why,
             )
         if after is not ListState.LISTED:
-            self._open_since.pop(name, None)
-        elif name not in self._open_since:
-            self._open_since[name] = self._clock()
+            self._synced_since.pop(name, None)
+        elif name not in self._synced_since:
+            self._synced_since[name] = self._clock()
             if before is ListState.FORBIDDEN:
                 logger.info("%s can be read again", self._get_reported_name(name))
             for listener in self._listeners:

@@ -108,7 +108,7 @@ class Lister(Generic[V]):
         self._api = api
         self._parse = parse
         self._namespaces = namespaces or Namespaces()
-        self._namespaces.expect(resource.plural)
+        self._namespaces.add_kind(resource.plural)
         self.store: IndexedCache[V] = IndexedCache(by_namespace=not self._namespaces.is_cluster_wide)
         self._scopes = [_Scope(name) for name in self._namespaces.names]
         self._labels = labels

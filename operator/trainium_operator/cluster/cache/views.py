@@ -186,7 +186,7 @@ def _parse_pod(raw: Json, ordinal: int, *, container: str = WORKER_CONTAINER) ->
     states = {as_text(entry.get("name")): as_mapping(entry.get("state")) for entry in reversed(statuses)}
     worker = states.get(container, {})
     terminated = as_mapping(worker.get("terminated"))
-    init = InitState() if worker.get("running") or terminated else _init_state(spec, status)
+    init = InitState() if worker.get("running") or terminated else _parse_init_state(spec, status)
     reason, message = _find_reason_and_message(status, scheduled, worker, init)
     exit_code, termination_message = as_integer(terminated.get("exitCode")), as_text(terminated.get("message"))
     last_report, text = parse_last_report(termination_message, metadata["uid"], exit_code)
@@ -258,7 +258,7 @@ def parse_node(raw: Json) -> observed.NodeView:
         name=raw["metadata"]["name"],
         ready=ready,
         schedulable=spec.get("unschedulable") is not True,
-        taints=tuple(_taint(taint) for taint in _list_items(spec.get("taints"), "taint") if as_text(taint.get("key"))),
+        taints=tuple(_parse_taint(raw) for raw in _list_items(spec.get("taints"), "taint") if as_text(raw.get("key"))),
         unready_since=None if ready is observed.NodeReadiness.TRUE else _parse_seconds(ready_condition, _CHANGED),
         conditions=tuple(_parse_condition(condition) for condition in conditions if _is_bad(condition)),
         deleting="deletionTimestamp" in metadata,
@@ -285,7 +285,7 @@ def _parse_condition(raw: Json) -> observed.NodeCondition:
     )
 
 
-def _taint(raw: Json) -> observed.Taint:
+def _parse_taint(raw: Json) -> observed.Taint:
     return observed.Taint(intern(raw["key"]), intern(as_text(raw.get("value"))), intern(as_text(raw.get("effect"))))
 
 
@@ -351,7 +351,7 @@ class InitState:
     message: str = ""
 
 
-def _init_state(spec: Json, status: Json) -> InitState:
+def _parse_init_state(spec: Json, status: Json) -> InitState:
     """Return the first init container that delays the worker. A failed sidecar (restartPolicy Always) fails no pod."""
     sidecars = {
         as_text(sidecar.get("name"))

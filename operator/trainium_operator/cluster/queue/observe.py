@@ -78,7 +78,9 @@ class Observer:
             children=children,
             ca_bundle=self.ca_bundle(),
             # Agents of unknown pods could not send anything, so their silence counts only from then on.
-            coordinator_since=max(self.agents.since, caches.namespaces.open_since(job.namespace), self.served_since()),
+            coordinator_since=max(
+                self.agents.since, caches.namespaces.get_sync_time(job.namespace), self.served_since()
+            ),
             now=self.wall_clock(),
             create_after=self.refusal_backoff.get_blocked_until(job.uid),
             creation_refusal=self.refusal_backoff.find_refusal(job.uid),

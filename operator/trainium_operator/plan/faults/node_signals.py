@@ -77,7 +77,7 @@ def find_node_problems(node: NodeView, demand: PodRequirements | None = None) ->
         *_find_readiness_problems(node),
         *(problem for condition in node.conditions for problem in _find_condition_problems(condition)),
         *_find_capacity_problems(node, demand),
-        *(problem for taint in node.taints for problem in _taint_problems(taint, demand)),
+        *(problem for taint in node.taints for problem in _find_taint_problems(taint, demand)),
         *_find_label_problems(node),
     ]
     if node.deleting:
@@ -127,7 +127,7 @@ def _find_capacity_problems(node: NodeView, demand: PodRequirements | None) -> I
         yield NodeProblem(severity, cause, f"capacity {resource}", f"{available} of {expected}")
 
 
-def _taint_problems(taint: Taint, demand: PodRequirements | None) -> Iterator[NodeProblem]:
+def _find_taint_problems(taint: Taint, demand: PodRequirements | None) -> Iterator[NodeProblem]:
     source, reason = f"taint {taint.key}", taint.value or taint.effect
     if taint.key.startswith(_READ_ELSEWHERE) and taint.key != _OUT_OF_SERVICE:
         return

@@ -22,7 +22,7 @@ from trainium_contract.job import IdleNodesStatus, TrainingJobStatus
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.backoff import compute_backoff
-from trainium_operator.plan.membership.growth import compile_seconds, find_growth_resume_time, is_worth_growing
+from trainium_operator.plan.membership.growth import estimate_compile_seconds, find_growth_resume_time, is_worth_growing
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
@@ -109,7 +109,7 @@ def _find_growth_time(context: PlanContext, status: PublicStatus, present: int, 
     """Return when to grow beyond the requested size (Unix seconds); None if the remaining steps do not repay it."""
     resize_seconds = measure_resize_seconds(status) or 0.0
     if not is_worth_growing(
-        context, status, present, size, extra_seconds=resize_seconds + compile_seconds(context, status, size)
+        context, status, present, size, extra_seconds=resize_seconds + estimate_compile_seconds(context, status, size)
     ):
         return None
     speed = context.size.compute_speed(present, size)

@@ -200,7 +200,7 @@ def _choose_growth(
     size = _choose_growth_target(
         context, status, present, min(status.desired, present + newcomers), requested=requested
     )
-    compile_seconds = growth.compile_seconds(context, status, size)
+    compile_seconds = growth.estimate_compile_seconds(context, status, size)
     if size <= present or not (
         requested or growth.is_worth_growing(context, status, present, size, extra_seconds=compile_seconds)
     ):
@@ -221,7 +221,7 @@ def _choose_growth_target(
 ) -> int:
     """Return the size to grow to with this number of nodes; a compiled one if that is growth."""
     size = nodes if nodes == status.desired else context.size.find_legal_size(nodes)
-    if requested or not growth.compile_seconds(context, status, size):
+    if requested or not growth.estimate_compile_seconds(context, status, size):
         return size
     compiled = growth.find_available_size(context, status, nodes)
     return compiled if compiled > present else size

@@ -27,7 +27,7 @@ _ASSUMED_COMPILE_SECONDS = 1200.0
 """To compile one size, if none was compiled in the background: a 7B model on trn1 takes tens of minutes."""
 
 
-def compile_seconds(context: PlanContext, status: PublicStatus, size: int) -> float:
+def estimate_compile_seconds(context: PlanContext, status: PublicStatus, size: int) -> float:
     """Return by how much the first step at this size is longer without compiled graphs."""
     compiled = _list_compiled_sizes(context, status)
     if not compiled or size in compiled:
@@ -41,7 +41,7 @@ def find_available_size(context: PlanContext, status: PublicStatus, nodes: int) 
     It is the best compiled one where compiling costs more.
     """
     best = context.size.find_legal_size(nodes)
-    if compile_seconds(context, status, best) <= (measure_resize_seconds(status) or 0.0):
+    if estimate_compile_seconds(context, status, best) <= (measure_resize_seconds(status) or 0.0):
         return best
     compiled = [
         size
@@ -53,7 +53,7 @@ def find_available_size(context: PlanContext, status: PublicStatus, nodes: int) 
 
 def compute_worthwhile_time(context: PlanContext, status: PublicStatus, size: int, since: float) -> float:
     """Return when growing from the current size, used `since`, to an uncompiled one pays (Unix seconds)."""
-    cost_seconds = compile_seconds(context, status, size)
+    cost_seconds = estimate_compile_seconds(context, status, size)
     speed = context.size.compute_speed(len(context.members), size)
     return since + cost_seconds / (1 - speed) if cost_seconds and 0 < speed < 1 else since
 

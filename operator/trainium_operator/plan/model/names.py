@@ -89,7 +89,7 @@ def format_network_policy_name(job: str) -> str:
     return f"{job}-workers"
 
 
-def claim_template_name(job: str, digest: str) -> str:
+def format_claim_template_name(job: str, digest: str) -> str:
     """Return the name of the ResourceClaimTemplate with this content; other content gives another name."""
     return f"{job}-devices-{digest[:8]}"
 

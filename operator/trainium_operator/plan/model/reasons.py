@@ -107,7 +107,7 @@ class Reason(StrEnum):
     STRAGGLER_RECOVERED = "StragglerRecovered"
     # Checkpoints that do not come
     CHECKPOINT_OVERDUE = "CheckpointOverdue"
-    # WorkloadConditionView by the operator about itself
+    # Conditions by the operator about itself
     NAME_TAKEN = "NameTaken"
     WRITE_FAILED = "WriteFailed"
     OBJECT_CHANGED = "ObjectChanged"

@@ -209,7 +209,7 @@ def test_free_devices_and_taints_equal_a_count_from_scratch(timeline: list[tuple
             store.put(("", name), Entry(view, f"{name}-{version}", version))
     known = {key[1]: entry.view for key, entry in by_slice.snapshot().items()}
     held = {device for entry in by_claim.snapshot().values() for device in entry.view.held}
-    assert {node: inventory.free_on(node) for node in inventory.list_nodes()} == count_free_devices(known, held)
+    assert {node: inventory.count_free_on(node) for node in inventory.list_nodes()} == count_free_devices(known, held)
     for pod in PODS:
         of_pod = [entry.view.held for entry in by_claim.snapshot().values() if pod in entry.view.pods]
         assert len(inventory.find_taints(pod)) == taints_among(known, [device for held in of_pod for device in held])
@@ -225,7 +225,7 @@ def test_taints_of_a_pod_are_those_of_the_devices_that_it_holds() -> None:
     assert [taint.value for taint in inventory.find_taints("p")] == ["HBM"]
     by_claim.put(("default", "c"), Entry(device_views.ClaimView(("p",), (("n-0", "neurondevice1"),)), "c", 3))
     assert inventory.find_taints("p") == ()
-    assert inventory.free_on("n-0") == 0, "one is tainted, the other is held"
+    assert inventory.count_free_on("n-0") == 0, "one is tainted, the other is held"
 
 
 async def test_only_nodes_that_could_take_a_worker_count_as_free() -> None:

@@ -132,13 +132,13 @@ def with_graphs(*sizes: int, seconds: float | None = 600.0, price: float | None 
     ],
 )
 def test_an_uncompiled_size_costs_the_slowest_compilation(status: TrainingJobStatus, size: int, seconds: float) -> None:
-    assert growth.compile_seconds(job_facts(), status, size) == seconds
+    assert growth.estimate_compile_seconds(job_facts(), status, size) == seconds
 
 
 def test_a_size_compiled_at_the_start_costs_nothing() -> None:
     first = job_facts(precompile={"enabled": True})
-    assert growth.compile_seconds(first, with_graphs(), 8) == 0.0
-    assert growth.compile_seconds(first, with_graphs(seconds=None), 4) == 1200.0
+    assert growth.estimate_compile_seconds(first, with_graphs(), 8) == 0.0
+    assert growth.estimate_compile_seconds(first, with_graphs(seconds=None), 4) == 1200.0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from trainium_operator.cluster.cache.discovery import (
     REFRESH_SECONDS,
     Discovery,
     discover_gang_apis,
-    serves,
+    is_served,
 )
 from trainium_operator.plan.model.names import LAYERS
 from trainium_operator.plan.model.observed import GangApi
@@ -68,7 +68,7 @@ def test_an_api_is_used_only_in_its_supported_version(
 ) -> None:
     cluster = FakeApiServer()
     cluster.served = served
-    assert run_virtual(serves(Api(cluster), resource)) is expected
+    assert run_virtual(is_served(Api(cluster), resource)) is expected
 
 
 def test_an_unreachable_api_group_does_not_hide_others() -> None:

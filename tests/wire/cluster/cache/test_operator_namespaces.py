@@ -80,7 +80,7 @@ async def test_only_listed_namespaces_are_read() -> None:
         assert cluster.names(PODS, "grey") == []
         assert not [path for path in rights.requests if "/namespaces/grey/" in path]
         assert not [path for path in rights.requests if path.endswith("/v1/pods")], "nothing is asked of all namespaces"
-        assert process.runtime.caches.namespaces.counts()[ListState.LISTED] == 2
+        assert process.runtime.caches.namespaces.count_by_state()[ListState.LISTED] == 2
 
 
 @in_virtual_time
@@ -89,7 +89,7 @@ async def test_a_forbidden_namespace_is_served_once_it_can_be_read() -> None:
         await until(reports_steps(workers, "red-job"), 60, "red trains")
         await process.runtime.token_verifier.refresh()
         assert process.runtime.find_ready_problem() == ""
-        assert process.runtime.caches.namespaces.counts() == {
+        assert process.runtime.caches.namespaces.count_by_state() == {
             ListState.LISTED: 1,
             ListState.FORBIDDEN: 1,
             ListState.UNKNOWN: 0,
@@ -113,7 +113,7 @@ async def test_a_namespace_with_unreadable_pods_is_not_planned() -> None:
         present = pods(cluster, "blue")
         rights.revoke(cluster, "blue", "pods")
         await asyncio.sleep(30)
-        assert not process.runtime.caches.namespaces.is_open("blue")
+        assert not process.runtime.caches.namespaces.is_synced("blue")
         cluster.change(JOBS, "blue", "blue-job", lambda raw: raw["spec"]["workers"].update(replicas=3))
         await asyncio.sleep(300)
         assert pods(cluster, "blue") == present, "pods that cannot be listed are not treated as deleted"
@@ -142,7 +142,7 @@ async def test_silence_counts_from_the_opening_of_a_namespace() -> None:
         await until(second.runtime.leading.is_set, 60, "it leads without blue")
         await asyncio.sleep(120)
         rights.missing.clear()
-        await until(lambda: second.runtime.caches.namespaces.is_open("blue"), 60, "blue opens")
+        await until(lambda: second.runtime.caches.namespaces.is_synced("blue"), 60, "blue opens")
         opened = wall_clock()
         await asyncio.sleep(6)  # longer than a member may be silent
         record = second.runtime.caches.jobs.store.get(("blue", "blue-job"))
@@ -152,7 +152,7 @@ async def test_silence_counts_from_the_opening_of_a_namespace() -> None:
         assert observed.coordinator_since > opened - 1, "their silence counts from now on"
         workers.muted_nodes = set()
         await asyncio.sleep(60)
-        assert second.runtime.caches.namespaces.is_open("blue")
+        assert second.runtime.caches.namespaces.is_synced("blue")
         assert pods(cluster, "blue") == present, "no worker was given up for its silence"
         assert cluster.get(JOBS, "blue", "blue-job")["status"]["restarts"]["total"] == 0
         await second.kill()
@@ -184,17 +184,17 @@ def test_a_namespace_is_open_while_every_kind_is_listed() -> None:
     served = Namespaces(("red", "blue"), clock=lambda: 7.0)
     served.listen(opened.append)
     for kind in ("pods", "configmaps"):
-        served.expect(kind)
+        served.add_kind(kind)
     served.record("pods", "red", ListState.LISTED)
-    assert not served.is_open("red")
+    assert not served.is_synced("red")
     served.record("configmaps", "red", ListState.LISTED)
-    assert (served.is_open("red"), served.open_since("red"), served.is_open("blue")) == (True, 7.0, False)
+    assert (served.is_synced("red"), served.get_sync_time("red"), served.is_synced("blue")) == (True, 7.0, False)
     served.record("pods", "red", ListState.LISTED)
     assert opened == ["red"], "logged once"
     served.record("pods", "red", ListState.FORBIDDEN, "403")
     served.record("configmaps", "red", ListState.FORBIDDEN, "403")
     served.record("pods", "red", ListState.LISTED)
-    assert not served.is_open("red")
+    assert not served.is_synced("red")
     served.record("configmaps", "red", ListState.LISTED)
     assert opened == ["red", "red"]
-    assert not served.is_open("grey"), "nor is a namespace that is not served"
+    assert not served.is_synced("grey"), "nor is a namespace that is not served"

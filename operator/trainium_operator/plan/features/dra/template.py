@@ -33,7 +33,7 @@ def build_claim_template(job: JobView) -> Json | None:
     if accelerator.claim is None:
         return None
     content = {"spec": {"spec": {"devices": _build_devices(accelerator, accelerator.claim)}}}
-    name = names.claim_template_name(job.name, compute_content_hash(content))
+    name = names.format_claim_template_name(job.name, compute_content_hash(content))
     return build_owned_object(job, API_VERSION, KIND, name, content, "devices")
 
 
