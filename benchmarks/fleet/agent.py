@@ -1,8 +1,9 @@
 """Simulate an agent: the real protocol over real TLS with a real token, without training.
 
 It sends the same messages as the agent of a worker pod: it registers with the leader over a stream, sends a heartbeat
-once a second, reports phases, steps, failures and restarts, and reconnects when the coordinator ends. It handles bytes
-as they arrive, so that thousands of agents in one process do not distort the figures.
+once a second, reports phases, steps, failures and restarts, and reconnects when the coordinator ends. The client of the
+real agent would distort the figures of thousands in one process: its time limits assume a machine for each, and it
+parses each membership by itself.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import functools
 import json
 import random
 import time
-import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlencode
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.fleet.stream_connection import DisconnectedError, Endpoint, StreamConnection
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.membership_change import MembershipChange, apply_change
 from trainium_contract.wire.messages import (
@@ -28,41 +28,18 @@ from trainium_contract.wire.messages import (
     RestartRecord,
     WorkerPhase,
 )
-from trainium_contract.wire.stream import (
-    STREAM_PATH,
-    UPGRADE,
-    FrameKind,
-    FrameReader,
-    draw_jitter,
-    encode_frame,
-    encode_keepalive,
-    must_send_now,
-)
+from trainium_contract.wire.stream import FrameKind, draw_jitter, encode_keepalive, must_send_now
+from trainium_operator.bounded_dict import BoundedDict
 
 if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from trainium_contract.base import MessageModel
 
 _REQUEST_SECONDS = 15.0
 _MAX_BACKOFF_SECONDS = 3.0
 _CACHE_SIZE = 4
-"""Number of cached memberships."""
-_MAX_FRAME_BYTES = 1 << 26
-_GZIP_WINDOW_BITS = 16 + zlib.MAX_WBITS
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """An address, and the name that its certificate must have."""
-
-    ip: str
-    port: int
-    name: str
-    context: ssl.SSLContext
+"""Number of cached memberships, which are parsed once for all agents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +67,9 @@ class JobState:
         self.latencies: list[float] = []
         self.errors: dict[str, int] = {}
         self.changed = asyncio.Condition()
-        self._parsed: dict[bytes, tuple[int, frozenset[str]]] = {}
-        self._memberships: dict[int, Membership] = {}
+        self.parse_membership = functools.lru_cache(_CACHE_SIZE)(self._parse_membership)
+        """Returns generation and members; the flag tells that a frame has the difference to an earlier generation."""
+        self._memberships: BoundedDict[int, Membership] = BoundedDict(_CACHE_SIZE)
         self._stalled_at: float | None = None
 
     @property
@@ -109,19 +87,14 @@ class JobState:
             self.started_at += time.monotonic() - self._stalled_at
             self._stalled_at = None
 
-    def parse_membership(self, body: bytes, *, change: bool = False) -> tuple[int, frozenset[str]]:
-        """Return generation and members; with `change` the frame holds the difference to an earlier generation."""
-        parsed = self._parsed.get(body)
-        if parsed is None:
-            if change:
-                difference = MembershipChange.model_validate_json(body)
-                membership = apply_change(difference, self._memberships.get(difference.since))
-            else:
-                membership = Membership.model_validate_json(body)
-            parsed = membership.generation, frozenset(member.pod_uid for member in membership.members)
-            _cache_value(self._parsed, body, parsed)
-            _cache_value(self._memberships, membership.generation, membership)
-        return parsed
+    def _parse_membership(self, body: bytes, is_change: bool) -> tuple[int, frozenset[str]]:
+        if is_change:
+            difference = MembershipChange.model_validate_json(body)
+            membership = apply_change(difference, self._memberships.get(difference.since))
+        else:
+            membership = Membership.model_validate_json(body)
+        self._memberships[membership.generation] = membership
+        return membership.generation, frozenset(member.pod_uid for member in membership.members)
 
     def count_error(self, kind: str) -> None:
         """Count a connection that failed."""
@@ -317,7 +290,7 @@ class Agent:
         )
 
     def _apply_membership(self, body: bytes, *, change: bool = False) -> None:
-        generation, members = self.shared.parse_membership(body, change=change)
+        generation, members = self.shared.parse_membership(body, change)
         if generation <= self.newest_generation or self.silent:
             return
         self.newest_generation = generation
@@ -333,89 +306,3 @@ class Agent:
 
 def _encode(message: MessageModel) -> bytes:
     return message.model_dump_json(by_alias=True, exclude_none=True).encode()
-
-
-def _cache_value(cache: dict[K, V], key: K, value: V) -> None:
-    cache[key] = value
-    if len(cache) > _CACHE_SIZE:
-        del cache[next(iter(cache))]
-
-
-class DisconnectedError(Exception):
-    """The coordinator at this address refused the agent."""
-
-
-class StreamConnection(asyncio.Protocol):
-    """The connection of an agent; `closed` resolves to the status of a refusal, or to 0 if the connection broke."""
-
-    def __init__(self, on_frame: Callable[[int, bytes], None]) -> None:
-        self._on_frame = on_frame
-        self._reader = FrameReader(_MAX_FRAME_BYTES)
-        self._head = b""
-        self._transport: asyncio.Transport | None = None
-        loop = asyncio.get_running_loop()
-        self.opened: asyncio.Future[None] = loop.create_future()
-        self.closed: asyncio.Future[int] = loop.create_future()
-
-    async def open(self, endpoint: Endpoint, headers: Mapping[str, str], query: Mapping[str, str | int]) -> None:
-        """Connect, and wait for status 101 or for `closed`; raise OSError if it cannot connect."""
-        loop = asyncio.get_running_loop()
-        await loop.create_connection(
-            lambda: self, endpoint.ip, endpoint.port, ssl=endpoint.context, server_hostname=endpoint.name
-        )
-        lines = {"Host": f"{endpoint.name}:{endpoint.port}", "Connection": "Upgrade", "Upgrade": UPGRADE, **headers}
-        head = "".join(f"{key}: {value}\r\n" for key, value in lines.items())
-        assert self._transport is not None
-        self._transport.write(f"GET {STREAM_PATH}?{urlencode(query)} HTTP/1.1\r\n{head}\r\n".encode())
-        first_of: set[asyncio.Future[Any]] = {self.opened, self.closed}
-        await asyncio.wait(first_of, return_when=asyncio.FIRST_COMPLETED)
-
-    def send(self, kind: FrameKind, payload: bytes = b"") -> None:
-        """Send a frame."""
-        if self._transport is not None:
-            self._transport.write(encode_frame(kind, payload))
-
-    def end(self, status: int) -> None:
-        """Close the connection, with the status of the refusal."""
-        if not self.closed.done():
-            self.closed.set_result(status)
-        self.close()
-
-    def close(self) -> None:
-        """Abort the connection."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Implement asyncio.Protocol."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def connection_lost(self, _exc: BaseException | None) -> None:
-        """Implement asyncio.Protocol."""
-        self._transport = None
-        self.end(0)
-
-    def data_received(self, data: bytes) -> None:
-        """Implement asyncio.Protocol."""
-        if not self.opened.done():
-            self._head += data
-            head, separator, data = self._head.partition(b"\r\n\r\n")
-            if not separator:
-                return
-            status = int(head[9:12])
-            if status != 101:
-                self.end(status)
-                return
-            self.opened.set_result(None)
-        for kind, payload in self._reader.split_frames(data):
-            if kind == FrameKind.PACKED_MEMBERSHIP:
-                self._on_frame(FrameKind.MEMBERSHIP, _decompress(payload))
-            else:
-                self._on_frame(kind, payload)
-
-
-@functools.lru_cache(maxsize=1)
-def _decompress(data: bytes) -> bytes:
-    """Decompress a membership once; real agents do that on separate machines."""
-    return zlib.decompress(data, _GZIP_WINDOW_BITS)

@@ -16,8 +16,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from benchmarks.fleet.agent import Agent, Endpoint, JobState, Pod
+from benchmarks.fleet.agent import Agent, JobState, Pod
 from benchmarks.fleet.kube import PodWatch, create_admin_client
+from benchmarks.fleet.stream_connection import Endpoint
 from trainium_contract.api_server.errors import ApiError
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, TOKEN_AUDIENCE

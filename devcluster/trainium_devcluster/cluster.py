@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _START_SECONDS = 200.0
 _NODE_SECONDS = 120.0
 _STOP_SECONDS = 20.0
+_HELM_SECONDS = 180.0
 _SYSTEM = ("dedicated", "system")
 
 
@@ -164,32 +165,25 @@ class Cluster(ClusterHandle):
         path = os.environ.get("PATH", "/usr/bin:/bin")
         return {"KUBECONFIG": str(self.kubeconfig), "PATH": f"{self.binaries.folder}:{path}"}
 
-    def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True, timeout: float = 60.0) -> str:
-        """Run kubectl and return its standard output; raises ClusterError with its message unless `check` is false."""
-        return self._run_tool(Program.KUBECTL, arguments, stdin, check=check, timeout=timeout)
+    def kubectl(self, *arguments: str, stdin: str = "", timeout: float = 60.0) -> str:
+        """Run kubectl and return its standard output; raises ClusterError with its message."""
+        return self._run_tool(Program.KUBECTL, arguments, stdin, timeout)
 
-    def helm(self, *arguments: str, stdin: str | None = None, check: bool = True, timeout: float = 180.0) -> str:
-        """Run helm and return its standard output; raises ClusterError with its message unless `check` is false."""
-        return self._run_tool(Program.HELM, arguments, stdin, check=check, timeout=timeout)
+    def helm(self, *arguments: str) -> str:
+        """Run helm and return its standard output; raises ClusterError with its message."""
+        return self._run_tool(Program.HELM, arguments, "", _HELM_SECONDS)
 
-    def _run_tool(
-        self, tool: Program, arguments: Iterable[str], stdin: str | None, *, check: bool, timeout: float
-    ) -> str:
+    def _run_tool(self, tool: Program, arguments: Iterable[str], stdin: str, timeout: float) -> str:
         command = [str(self.binaries.find_path(tool)), *arguments]
         shown = " ".join([tool, *command[1:]])
+        variables = {**os.environ, **self.list_variables()}
         try:
             done = subprocess.run(
-                command,
-                input=stdin if stdin is not None else "",
-                env={**os.environ, **self.list_variables()},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=timeout,
+                command, input=stdin, env=variables, capture_output=True, text=True, check=False, timeout=timeout
             )
         except subprocess.TimeoutExpired:
             raise ClusterError(f"`{shown}` did not end within {timeout:.0f} s.") from None
-        if check and done.returncode != 0:
+        if done.returncode != 0:
             raise ClusterError(f"`{shown}` failed: {done.stderr.strip() or done.stdout.strip() or done.returncode}")
         return done.stdout
 

@@ -37,7 +37,7 @@ _GROUP = "kueue.x-k8s.io"
 _CONVERTED_KINDS = frozenset({"localqueues", "clusterqueues", "cohorts", "workloads", "multikueueclusters"})
 """CRDs whose older version the controller converts, as in its kustomization."""
 _READY_SECONDS = 120.0
-_PAUSE = 0.1
+_POLL_SECONDS = 0.1
 _DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _ADMISSION = "/apis/admissionregistration.k8s.io/v1"
 
@@ -142,7 +142,7 @@ def _wait_until(cluster: ClusterHandle, deadline: float, condition: Any, what: s
             raise ClusterError(f"Kueue ended with code {row and row['code']} while it started; its log is {log}.")
         if time.monotonic() > deadline:
             raise ClusterError(f"Kueue still lacks {what} after {_READY_SECONDS:.0f} s; its log is {log}.")
-        time.sleep(_PAUSE)
+        time.sleep(_POLL_SECONDS)
 
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -39,7 +39,7 @@ from trainium_devcluster.state import MARKER, ClusterPaths, ClusterSpec, parse_n
 logger = logging.getLogger("supervisor")
 
 START_SECONDS = 120.0
-_RESTART_DELAY = 0.5
+_RESTART_DELAY_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
 _GO_COLLECTOR_PERCENT = "400"
 """Growth of the heap between two runs of Go's garbage collector: a small cluster has more memory than processors."""
@@ -200,7 +200,7 @@ class ClusterSupervisor:
         if component in self._stopped or not self._started.is_set() or self._failure is not None:
             return
         logger.warning("%s ended with code %s; starting it again", component, child.code)
-        await asyncio.sleep(_RESTART_DELAY)
+        await asyncio.sleep(_RESTART_DELAY_SECONDS)
         if component not in self._stopped:
             self._restarts[component] += 1
             self._start_component(component)

@@ -22,8 +22,8 @@ from trainium_devcluster.node.pods.pod import PodRunner
 from trainium_devcluster.node.registration import ForcedCondition, Registration
 from trainium_devcluster.processes.process_tree import list_tree, read_command_line, send_signal
 
-_SLOW_PERIOD = 0.1  # seconds of one stop-and-go cycle
-_PARTITION_SCAN = 0.02  # seconds between two searches for new sockets
+_THROTTLE_PERIOD_SECONDS = 0.1  # one stop-and-go cycle
+_SOCKET_SCAN_SECONDS = 0.02  # between two searches for new sockets
 
 
 @dataclass(slots=True, eq=False)
@@ -101,9 +101,9 @@ class NodeFaults:
         try:
             while True:
                 send_signal(self._list_pod_pids(), signal.SIGSTOP)
-                await asyncio.sleep(_SLOW_PERIOD * (1 - factor))
+                await asyncio.sleep(_THROTTLE_PERIOD_SECONDS * (1 - factor))
                 send_signal(self._list_pod_pids(), signal.SIGCONT)
-                await asyncio.sleep(_SLOW_PERIOD * factor)
+                await asyncio.sleep(_THROTTLE_PERIOD_SECONDS * factor)
         finally:
             send_signal(self._list_pod_pids(), signal.SIGCONT)
 
@@ -122,7 +122,7 @@ class NodeFaults:
         try:
             while True:
                 self._filter.cut(self._list_pod_pids())
-                await asyncio.sleep(_PARTITION_SCAN)
+                await asyncio.sleep(_SOCKET_SCAN_SECONDS)
         finally:
             self._filter.heal()
 

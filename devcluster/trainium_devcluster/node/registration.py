@@ -28,7 +28,7 @@ LEASE_SECONDS = 40
 _STATUS_SECONDS = 300.0
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 _NOT_FOUND, _CONFLICT = 404, 409
-_RETRY = 0.5  # seconds
+_RETRY_SECONDS = 0.5
 _HEALTHY = (
     ("MemoryPressure", "KubeletHasSufficientMemory", "kubelet has sufficient memory available"),
     ("DiskPressure", "KubeletHasNoDiskPressure", "kubelet has no disk pressure"),
@@ -71,7 +71,7 @@ class Registration:
                 await self._renew()
             except ApiError as error:
                 _log.warning("registration: %s", error)
-                await asyncio.sleep(_RETRY)
+                await asyncio.sleep(_RETRY_SECONDS)
             else:
                 return
 
@@ -194,7 +194,7 @@ class Registration:
                 if changed or await self._is_stale():
                     await self._write_status()
             except ConnectionFailedError:
-                await asyncio.sleep(_RETRY)
+                await asyncio.sleep(_RETRY_SECONDS)
                 self._changed.set()
             except ApiError as error:
                 _log.warning("node status: %s", error)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.environment import check_batches, compare_losses
+from benchmarks.faults.curves import check_batches, compare_losses
 from benchmarks.faults.leaks import MIN_SAMPLES, find_growth, find_job_files, find_leftovers
 from benchmarks.faults.resource_usage import Process, ResourceUsage, find_role
 from trainium_devcluster.jobs.metrics import read_samples

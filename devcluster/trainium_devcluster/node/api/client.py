@@ -16,15 +16,15 @@ from trainium_devcluster.node.api.objects import Json
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 
-_REQUEST_TIMEOUT = 15.0  # seconds; a watch has none
-_PARTITION_DELAY = 1.0  # seconds until a request fails while the node is partitioned
+_REQUEST_SECONDS = 15.0  # a watch has none
+_PARTITION_DELAY_SECONDS = 1.0  # until a request fails while the node is partitioned
 _PARTITIONED = "the node is partitioned from the API server"
 
 
 class Api:
     """A client of the API server; use it as an asynchronous context manager."""
 
-    def __init__(self, access: Access, user_agent: str, *, seconds: float = _REQUEST_TIMEOUT) -> None:
+    def __init__(self, access: Access, user_agent: str, *, seconds: float = _REQUEST_SECONDS) -> None:
         self._access = access
         self._agent = user_agent
         self._seconds = seconds
@@ -106,5 +106,5 @@ class Api:
 
     async def _fail_if_partitioned(self) -> None:
         if self._partitioned:
-            await asyncio.sleep(_PARTITION_DELAY)
+            await asyncio.sleep(_PARTITION_DELAY_SECONDS)
             raise ConnectionFailedError(_PARTITIONED)

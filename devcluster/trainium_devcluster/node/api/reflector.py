@@ -20,9 +20,9 @@ from trainium_devcluster.node.api.waiting import wait_for_event
 
 _log = logging.getLogger(__name__)
 _GONE = 410
-_FIRST_PAUSE = 0.05  # seconds, doubled up to
-_MAX_PAUSE = 2.0
-_SYNC_TIMEOUT = 10.0  # seconds
+_FIRST_BACKOFF_SECONDS = 0.05
+_MAX_BACKOFF_SECONDS = 2.0
+_SYNC_SECONDS = 10.0
 _WATCH_SECONDS = (
     300,
     600,
@@ -45,11 +45,11 @@ class Reflector:
 
     async def run(self) -> None:
         """List and watch until cancelled."""
-        pause = _FIRST_PAUSE
+        pause = _FIRST_BACKOFF_SECONDS
         while True:
             try:
                 version = await self._list()
-                pause = _FIRST_PAUSE
+                pause = _FIRST_BACKOFF_SECONDS
                 await self._watch(version)
             except ConnectionFailedError as error:
                 _log.debug("%s: %s", self._path, error)
@@ -58,7 +58,7 @@ class Reflector:
                     self._last_error = str(error)
                     _log.warning("%s: %s", self._path, error)
             await asyncio.sleep(pause)
-            pause = min(_MAX_PAUSE, pause * 2)
+            pause = min(_MAX_BACKOFF_SECONDS, pause * 2)
 
     async def _list(self) -> str:
         answer = await self._api.get(self._path, self._params)
@@ -135,7 +135,7 @@ class ObjectCache:
         if watched is None:
             watched = self._objects[key] = WatchedObject(self._api, *key)
         watched.listeners[consumer] = listener
-        if not await wait_for_event(watched.synced, _SYNC_TIMEOUT):
+        if not await wait_for_event(watched.synced, _SYNC_SECONDS):
             raise UnavailableError(f"{plural} {namespace}/{name} could not be read from the API server")
         return watched.value
 

@@ -16,8 +16,8 @@ from trainium_devcluster.node.api.reflector import Reflector
 from trainium_devcluster.node.api.waiting import wait_for_event
 from trainium_devcluster.node.network import hosts
 
-_DEBOUNCE_SECONDS = 0.02  # seconds, to batch changes
-_SYNC_TIMEOUT = 10.0  # seconds that a pod's start waits for the first list
+_DEBOUNCE_SECONDS = 0.02
+_SYNC_SECONDS = 10.0  # limit of the wait of a pod's start for the first list
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class ServiceDirectory:
 
     async def add(self, key: str, file: HostsFile) -> None:
         """Write `file` now and keep it up to date until `remove`."""
-        await wait_for_event(self._services.synced, _SYNC_TIMEOUT)
-        await wait_for_event(self._pods.synced, _SYNC_TIMEOUT)
+        await wait_for_event(self._services.synced, _SYNC_SECONDS)
+        await wait_for_event(self._pods.synced, _SYNC_SECONDS)
         self._files[key] = file
         self._write(file, self._list_names())
 

@@ -36,7 +36,7 @@ from trainium_devcluster.processes.cleanup import remove_tree
 
 _MAX_TERMINATION_MESSAGE = 4096
 _START_ERROR = 128
-_FIRST_DELAY, _LONGEST_DELAY = 10.0, 300.0
+_FIRST_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 10.0, 300.0
 
 Emit = Callable[[EventSeverity, str, str, str], None]  # severity, reason, message, container
 
@@ -60,11 +60,11 @@ class Backoff:
 
     def record_restart(self, now: float) -> None:
         """Record a restart of the container."""
-        self.delay = _FIRST_DELAY if self._is_expired(now) else min(_LONGEST_DELAY, self.delay * 2)
+        self.delay = _FIRST_BACKOFF_SECONDS if self._is_expired(now) else min(_MAX_BACKOFF_SECONDS, self.delay * 2)
         self._updated = now
 
     def _is_expired(self, now: float) -> bool:
-        return self.delay == 0.0 or now - self._updated > 2 * _LONGEST_DELAY
+        return self.delay == 0.0 or now - self._updated > 2 * _MAX_BACKOFF_SECONDS
 
 
 @dataclass(slots=True, eq=False)

@@ -25,7 +25,7 @@ _CHUNK = 65536
 _MAX_PIECE = 16384  # bytes of one line that are kept together
 _LIMIT = 10 * 1024 * 1024  # bytes per file
 _MAX_MESSAGE_BYTES = 2048
-_FOLLOW_POLL = 0.05  # seconds between two reads of a followed log
+_FOLLOW_POLL_SECONDS = 0.05  # between two reads of a followed log
 
 
 def _format_now() -> str:
@@ -144,7 +144,7 @@ async def _read_entries(path: Path, query: LogOptions, ended: Callable[[], bool]
             if is_last_read and not new_lines:
                 return
             if not new_lines:
-                await asyncio.sleep(_FOLLOW_POLL)
+                await asyncio.sleep(_FOLLOW_POLL_SECONDS)
     finally:
         source.close()
 

@@ -52,8 +52,8 @@ from trainium_devcluster.node.spec import unsupported_fields
 from trainium_devcluster.node.volumes.volumes import VolumeError
 
 _log = logging.getLogger(__name__)
-_VOLUME_RETRY = 1.0  # seconds; a change of a missing object ends the wait earlier
-_DELETE_RETRY = 0.5
+_VOLUME_RETRY_SECONDS = 1.0  # a change of a missing object ends the wait earlier
+_DELETE_RETRY_SECONDS = 0.5
 _DEADLINE_MESSAGE = "Pod was active on the node longer than the specified deadline"
 
 
@@ -193,7 +193,7 @@ class PodRunner:
                 is_claim_error = isinstance(error, ClaimError)
                 reason = "FailedPrepareDynamicResources" if is_claim_error else "FailedMount"
                 self._emit(EventSeverity.WARNING, reason, str(error), "")
-                await wait_for_event(self.setup.volumes.changed, _VOLUME_RETRY)
+                await wait_for_event(self.setup.volumes.changed, _VOLUME_RETRY_SECONDS)
                 self.setup.volumes.changed.clear()
             else:
                 self._sandbox_ready = True
@@ -337,7 +337,7 @@ class PodRunner:
                 _log.warning("deleting pod %s: %s", path, error)
             else:
                 return
-            await asyncio.sleep(_DELETE_RETRY)
+            await asyncio.sleep(_DELETE_RETRY_SECONDS)
 
     # --- Status ------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from trainium_devcluster.node.spec.downward_api import PodFacts
 from trainium_devcluster.node.spec.environment import ConfigError
 from trainium_devcluster.node.volumes.volumes import PodVolumes
 
-_CONFIG_RETRY = 1.0  # seconds
+_CONFIG_RETRY_SECONDS = 1.0
 _MAX_HOSTNAME = 63
 
 
@@ -67,7 +67,7 @@ class PodSetup:
         except (ConfigError, UnavailableError) as error:
             container.emit(EventSeverity.WARNING, "Failed", f"Error: {error}", container.name)
             container.set_waiting("CreateContainerConfigError", str(error))
-            return _CONFIG_RETRY
+            return _CONFIG_RETRY_SECONDS
         await container.start(command, str(termination_log))
         return None
 

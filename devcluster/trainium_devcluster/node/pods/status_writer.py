@@ -19,7 +19,7 @@ from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.objects import Json, get_name, get_namespace, get_uid
 
 _log = logging.getLogger(__name__)
-_FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0  # seconds between tries
+_FIRST_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.1, 2.0
 _NOT_FOUND, _CONFLICT, _INVALID = 404, 409, 422
 
 
@@ -61,7 +61,7 @@ class StatusWriter:
     async def _write(self, status: Json) -> None:
         pod = self.get_pod()
         path = f"/api/v1/namespaces/{get_namespace(pod)}/pods/{get_name(pod)}/status"
-        pause = _FIRST_PAUSE
+        pause = _FIRST_BACKOFF_SECONDS
         while True:
             try:
                 answer = await self.api.patch(path, {"metadata": {"uid": get_uid(pod)}, "status": status})
@@ -79,7 +79,7 @@ class StatusWriter:
                 self.on_written(answer)
                 return
             await asyncio.sleep(pause)
-            pause = min(_MAX_PAUSE, pause * 2)
+            pause = min(_MAX_BACKOFF_SECONDS, pause * 2)
             status = self.render(format_rfc3339(time.time()))
 
 

@@ -14,9 +14,9 @@ from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.objects import Json, get_name, get_namespace, get_uid, parse_time
 
 _RENEW_SHARE = 0.8
-_MAX_AGE = 24 * 3600.0  # seconds
-_RETRY = 5.0  # seconds
-_DEFAULT_LIFE = 3600  # seconds
+_MAX_AGE_SECONDS = 24 * 3600.0
+_RETRY_SECONDS = 5.0
+_DEFAULT_LIFETIME_SECONDS = 3600
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class TokenSource:
 
     def postpone(self) -> None:
         """Delay the next renewal by some seconds."""
-        self._renew_at = max(self._renew_at, time.time() + _RETRY)
+        self._renew_at = max(self._renew_at, time.time() + _RETRY_SECONDS)
 
     async def _request(self) -> None:
         account = self.pod["spec"].get("serviceAccountName") or "default"
@@ -61,7 +61,7 @@ class TokenSource:
             "kind": "TokenRequest",
             "spec": {
                 "audiences": [audience] if audience else [],
-                "expirationSeconds": self.source.get("expirationSeconds") or _DEFAULT_LIFE,
+                "expirationSeconds": self.source.get("expirationSeconds") or _DEFAULT_LIFETIME_SECONDS,
                 "boundObjectRef": {
                     "apiVersion": "v1",
                     "kind": "Pod",
@@ -76,4 +76,4 @@ class TokenSource:
         )
         life = parse_time(answer["status"]["expirationTimestamp"]) - asked
         self._token = answer["status"]["token"]
-        self._renew_at = asked + min(life * _RENEW_SHARE, _MAX_AGE)
+        self._renew_at = asked + min(life * _RENEW_SHARE, _MAX_AGE_SECONDS)
