@@ -68,7 +68,7 @@ class JobState:
         self.errors: dict[str, int] = {}
         self.changed = asyncio.Condition()
         self.parse_membership = functools.lru_cache(_CACHE_SIZE)(self._parse_membership)
-        """Returns generation and members; the flag tells that a frame has the difference to an earlier generation."""
+        """Returns generation and members; with the flag, of a frame with the difference to an earlier generation."""
         self._memberships: BoundedDict[int, Membership] = BoundedDict(_CACHE_SIZE)
         self._stalled_at: float | None = None
 
