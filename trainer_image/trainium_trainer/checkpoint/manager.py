@@ -30,8 +30,10 @@ from trainium_trainer.checkpoint.memory.layout import BufferLayout, format_shard
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
 from trainium_trainer.checkpoint.resume.resume import Resumption
 from trainium_trainer.checkpoint.root.commit import FenceToken
-from trainium_trainer.checkpoint.root.commit_lease import CommitLease, OwnershipCheck, hash_settings
+from trainium_trainer.checkpoint.root.commit_lease import CommitLease
 from trainium_trainer.checkpoint.root.owner import OwnerRecords, RunStart
+from trainium_trainer.checkpoint.root.ownership_check import OwnershipCheck
+from trainium_trainer.checkpoint.root.run_settings import hash_settings
 from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.errors import StorageError
 from trainium_trainer.storage.protocol import Retry, Storage

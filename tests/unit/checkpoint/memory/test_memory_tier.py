@@ -15,7 +15,7 @@ from tests.unit.checkpoint.checkpoint_scenarios import train_until_killed
 from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.memory.layout import BufferLayout, format_shard_name
 from trainium_trainer.checkpoint.memory.memory_tier import _COPY_TIMEOUT_SECONDS, MemoryTier
-from trainium_trainer.checkpoint.root.commit_lease import hash_settings
+from trainium_trainer.checkpoint.root.run_settings import hash_settings
 from trainium_worker.snapshots.files import Version, read_part
 from trainium_worker.snapshots.store import run_directory
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.checkpoint.root.commit_lease import LATE_SECONDS, OwnershipCheck
+from trainium_trainer.checkpoint.root.ownership_check import LATE_SECONDS, OwnershipCheck
 from trainium_trainer.storage.errors import StorageError
 
 STEPS = 1000

@@ -14,9 +14,10 @@ from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, OWNER_PREFIX
 from trainium_contract.wire.messages import MAX_GENERATION, MAX_GENERATION_LEAD
 from trainium_trainer.checkpoint.errors import StaleGenerationError, UnusableCheckpointError
 from trainium_trainer.checkpoint.root.commit import FenceToken, Receipt, check_fence, claim_fence, publish, read_fence
-from trainium_trainer.checkpoint.root.commit_lease import CommitLease, format_differences, refuse_foreign
+from trainium_trainer.checkpoint.root.commit_lease import CommitLease
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies, find_records_folder
 from trainium_trainer.checkpoint.root.owner import NOBODY, OwnerRecords
+from trainium_trainer.checkpoint.root.run_settings import format_differences, refuse_foreign
 from trainium_trainer.checkpoint.root.selection import choose_checkpoint
 from trainium_trainer.checkpoint.root.survey import Survey, survey
 from trainium_trainer.exits import UserError

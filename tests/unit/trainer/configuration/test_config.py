@@ -17,7 +17,7 @@ from trainium_contract.job import TrainingJobSpec
 from trainium_contract.requirements.memory_estimate import MemoryEstimate
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
-from trainium_trainer.checkpoint.root.commit_lease import hash_settings
+from trainium_trainer.checkpoint.root.run_settings import hash_settings
 from trainium_trainer.commands.check import find_missing
 from trainium_trainer.configuration.config import Launch, load, read_launch, resolve_settings, resolve_steps
 from trainium_trainer.exits import UserError

@@ -18,7 +18,7 @@ from tests.testing.suite.timeouts import until
 from tests.unit.trainer.conftest import Job, Launcher, ReferenceRuns
 from trainium_agent.linux.kernel import has_signal_handler
 from trainium_contract.wire.nonfinite_origin import parse_nonfinite_rank
-from trainium_trainer.checkpoint.root.commit_lease import LATE_SECONDS
+from trainium_trainer.checkpoint.root.ownership_check import LATE_SECONDS
 from trainium_trainer.loop.stop import compute_max_wait
 from trainium_worker.progress_record import ProgressPhase, alerts_path, read_progress
 from trainium_worker.pulse import Activity, PulseReading, Waiting

@@ -117,14 +117,11 @@ def write_shard(
             yield view_as_bytes(values(item))
 
     name, size = f"{folder}/{shard_name(rank)}", spans[-1][1]
-
-    def write() -> bytes:
-        return _run_at_low_priority(
-            lambda: retry.run(lambda: write_hashed(storage, name, views(), size), storage.location)
-        )
-
+    blocks = _run_at_low_priority(
+        lambda: retry.run(lambda: write_hashed(storage, name, views(), size), storage.location)
+    )
     volume = sum(item.box.volume for item in items)
-    return WrittenFile(size, hashlib.sha256(header).digest(), write(), volume)
+    return WrittenFile(size, hashlib.sha256(header).digest(), blocks, volume)
 
 
 def write_tables(

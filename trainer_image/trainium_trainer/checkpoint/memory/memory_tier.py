@@ -89,7 +89,7 @@ class MemoryTier:
 
     def claim_fence(self) -> None:
         """Raise the store's generation to this process's. Raises StaleGenerationError when it is already higher."""
-        if self._fence() < self.generation:
+        if self._read_fence() < self.generation:
             draft = self.directory / f".{GENERATION_FENCE_NAME}.{os.getpid()}"
             draft.write_text(f"{self.generation}\n")
             draft.replace(self.directory / GENERATION_FENCE_NAME)
@@ -265,7 +265,7 @@ class MemoryTier:
         self.warnings.append(f"memory snapshot is damaged and ignored: {error}")
         self._own.invalidate(lambda _, path: path == damaged)
 
-    def _fence(self) -> int:
+    def _read_fence(self) -> int:
         try:
             newest = int((self.directory / GENERATION_FENCE_NAME).read_text())
         except (FileNotFoundError, ValueError):
@@ -277,6 +277,6 @@ class MemoryTier:
         stamp = (status.st_ino, status.st_mtime_ns)
         if stamp == self._fence_stamp:
             return
-        newest = self._fence()
+        newest = self._read_fence()
         refuse_older_generation(str(self.directory), newest, self.generation)
         self._fence_stamp = stamp

@@ -47,7 +47,7 @@ from trainium_trainer.checkpoint.resume.leader import (
     assign_replicas,
     plan_replicas,
 )
-from trainium_trainer.checkpoint.root.commit_lease import refuse_foreign
+from trainium_trainer.checkpoint.root.run_settings import refuse_foreign
 from trainium_trainer.storage.errors import StorageError, create_storage_error
 from trainium_worker.snapshots.copies import transfer
 from trainium_worker.snapshots.files import checksum

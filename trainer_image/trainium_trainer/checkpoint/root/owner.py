@@ -83,7 +83,7 @@ def is_owner(owner: Owner | None, me: JobIdentity, take_over: str | None, where:
     if me.uid in owner.before:
         raise UnusableCheckpointError(
             f"{where} was taken over by the job {owner.label} while this one still ran: nothing is lost, {owner.label} "
-            f"continues from the newest checkpoint; to have it back recreate this job with {_request(owner)}"
+            f"continues from the newest checkpoint; to have it back recreate this job with {_format_request(owner)}"
         )
     same = (owner.cluster, owner.namespace, owner.name) == (me.cluster, me.namespace, me.name)
     if same or take_over == owner.label:
@@ -92,11 +92,11 @@ def is_owner(owner: Owner | None, me: JobIdentity, take_over: str | None, where:
     raise UnusableCheckpointError(
         f"{where} belongs to the job {owner.label}{far}: two jobs in one folder would undo each other's checkpoints: "
         f"choose another checkpoint.storage.subPath, or, when {owner.label} is over and this job is to continue from "
-        f"its checkpoints, set {_request(owner)}"
+        f"its checkpoints, set {_format_request(owner)}"
     )
 
 
-def _request(owner: Owner) -> str:
+def _format_request(owner: Owner) -> str:
     return f"checkpoint.storage.takeOver: {owner.label}"
 
 
