@@ -34,8 +34,8 @@ from trainium_trainer.compile.dry_run import (
     list_ranks_to_compile,
 )
 from trainium_trainer.compile.process_pool import ProcessPool
-from trainium_trainer.compile.sizes import read_sizes
-from trainium_trainer.configuration.config import Settings, resolve_settings
+from trainium_trainer.compile.sizes import resolve_sizes
+from trainium_trainer.configuration.config import Settings, read_document, resolve_settings
 from trainium_trainer.exits import StorageError, TrainerError, UserError
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ def precompile(
 ) -> None:
     """Compile the graphs of every size of a job before it runs, into this node's cache and the shared one."""
     requested = _parse_numbers(sizes)
-    plan = read_sizes(config, overrides or (), requested=requested, cores_per_node=cores_per_node)
+    plan = resolve_sizes(
+        config, read_document(config), overrides or (), requested=requested, cores_per_node=cores_per_node
+    )
     launches = []
     for nodes in plan.nodes:  # check all sizes before the first one is compiled
         settings = resolve_settings(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.wire.worker_env import KIND
-from trainium_trainer.configuration.config import parse, parse_job_spec, read_document
+from trainium_trainer.configuration.config import parse, parse_job_spec
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -33,13 +33,6 @@ class CompileSizes:
     instance_type: str = ""
 
 
-def read_sizes(
-    path: Path, overrides: Sequence[str] = (), *, requested: Sequence[int] = (), cores_per_node: int | None = None
-) -> CompileSizes:
-    """Return the sizes of a file, or those of `requested`. Raises UserError."""
-    return resolve_sizes(path, read_document(path), overrides, requested=requested, cores_per_node=cores_per_node)
-
-
 def resolve_sizes(
     path: Path,
     document: dict[str, Any],
@@ -48,7 +41,7 @@ def resolve_sizes(
     requested: Sequence[int] = (),
     cores_per_node: int | None = None,
 ) -> CompileSizes:
-    """Return the sizes of a document that was read from `path`. Raises UserError."""
+    """Return the sizes of a document that was read from `path`, or those of `requested`. Raises UserError."""
     if document.get("kind") != KIND:
         config = parse(document, overrides, str(path))
         if not requested:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.interfaces import Position
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.dataset import Dataset
-    from trainium_trainer.loop.run_progress import RunProgress
+    from trainium_trainer.loop.run_length import RunLength
     from trainium_trainer.monitor.progress import ProgressWriter
 
 _log = logging.getLogger("trainium.train")
@@ -56,7 +56,7 @@ class History:
         self._progress.write_notice(message)
 
     def open(
-        self, settings: Settings, run_progress: RunProgress, position: Position, data: Dataset, mesh: Mesh
+        self, settings: Settings, run_length: RunLength, position: Position, data: Dataset, mesh: Mesh
     ) -> StepMonitor:
         """Cut the files to the history up to `position`, on rank 0, then the monitors'. Collective."""
         config, state = settings.config, MonitorState()
@@ -72,7 +72,7 @@ class History:
         waiting = self._read_fallback_samples(mesh, position.step) if config.monitor.record_samples else {}
         if mesh.rank == 0:
             with self._report_errors():
-                self._append_missing_line(config, run_progress, position, data, monitor, waiting)
+                self._append_missing_line(config, run_length, position, data, monitor, waiting)
         return monitor
 
     def _read_fallback_samples(self, mesh: Mesh, step: int) -> dict[str, list[int]]:
@@ -94,7 +94,7 @@ class History:
     def _append_missing_line(
         self,
         config: TrainingConfig,
-        run_progress: RunProgress,
+        run_length: RunLength,
         position: Position,
         data: Dataset,
         monitor: StepMonitor,
@@ -109,7 +109,7 @@ class History:
                 step=position.step,
                 loss=position.loss,
                 grad_norm=position.grad_norm,
-                learning_rate=compute_learning_rate(config, run_progress.count_completed_steps(position) - 1),
+                learning_rate=compute_learning_rate(config, run_length.count_completed_steps(position) - 1),
                 tokens=position.tokens,
                 samples=position.samples,
                 batch=batch,

@@ -36,7 +36,7 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.loop.history import History
 from trainium_trainer.loop.memory_check import check_device_memory
 from trainium_trainer.loop.references import load_references
-from trainium_trainer.loop.run_progress import RunProgress
+from trainium_trainer.loop.run_length import RunLength
 from trainium_trainer.monitor.writers import Recorder
 from trainium_trainer.storage import open_storage
 from trainium_trainer.trackers.process import TrackerProcess, refuse_missing_trackers
@@ -77,7 +77,7 @@ class Run:
     """The parts of one rank, created by `set_up_run`."""
 
     config: TrainingConfig
-    run_progress: RunProgress
+    length: RunLength
     backend: Backend
     data: Dataset
     loader: Loader
@@ -104,7 +104,7 @@ class RunInputs:
     initial_weights: InitialWeights
     revisions: RunRevisions
     """The revisions of the data, which rank 0 records once the run has a state."""
-    run_progress: RunProgress
+    length: RunLength
 
     def list_fixed_settings(self) -> dict[str, Any]:
         """Return the settings that must not change between starts of the run."""
@@ -133,14 +133,13 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
     recorder, monitor, trackers = _open_records(inputs, backend, progress, fixed_settings, position)
     loader = _open_run_loader(inputs, backend.mesh)
     timer.end_phase("files")
-    run_progress = inputs.run_progress
-    progress.publish(total_steps=run_progress.count_total_steps(position))
+    progress.publish(total_steps=inputs.length.count_total_steps(position))
     progress.record_resume(position.step, tokens=position.tokens, samples=position.samples)
     progress.publish(memory_step=manager.memory_step, durable_step=manager.durable_step)
     _log_start(inputs, backend.mesh, timer, f"step {position.step} from {manager.resumed_from}")
     return Run(
         config=inputs.settings.config,
-        run_progress=run_progress,
+        length=inputs.length,
         backend=backend,
         data=inputs.data,
         loader=loader,
@@ -181,7 +180,7 @@ def _open_inputs(settings: Settings) -> RunInputs:
         data=data,
         initial_weights=InitialWeights.open(settings.config, settings.shape),
         revisions=revisions,
-        run_progress=RunProgress.of(settings, data.epoch_samples),
+        length=RunLength.of(settings, data.epoch_samples),
     )
 
 
@@ -246,7 +245,7 @@ def _open_records(
     config, launch, mesh = inputs.settings.config, inputs.settings.launch, backend.mesh
     root = find_records_folder(config.checkpoint)
     history = History(root, launch.memory_directory, progress)
-    monitor = history.open(inputs.settings, inputs.run_progress, position, inputs.data, mesh)
+    monitor = history.open(inputs.settings, inputs.length, position, inputs.data, mesh)
     if config.monitor.record_samples and mesh.world_size > 1:
         wait_for_all_ranks(mesh, progress.pulse)  # no rank may append to a file that rank 0 is still truncating
     recorder = Recorder(
@@ -267,15 +266,15 @@ def _open_records(
 
 def _open_run_loader(inputs: RunInputs, mesh: Mesh) -> Loader:
     """Open the loader of this rank's share of each step. Collective if it tokenizes online."""
-    config, run_progress = inputs.settings.config, inputs.run_progress
+    config, length = inputs.settings.config, inputs.length
     return open_loader(
         inputs.data,
         Share(
-            global_size=run_progress.batch,
+            global_size=length.batch,
             micro_size=config.batch.micro_size,
             dp_rank=mesh.data_rank,
             dp_size=mesh.data_size,
-            end=run_progress.end,
+            end=length.end,
         ),
         ahead=config.data.prefetch_steps,
         counts_folder=find_records_folder(config.checkpoint) / "data",

@@ -86,13 +86,13 @@ class _Update:
 
 def run_steps(run: Run, profiler: StepProfiler) -> ExitCode:
     """Run steps until the last one or until any rank is asked to stop. Collective."""
-    run_progress, manager = run.run_progress, run.manager
-    steps = run_progress.count_total_steps(run.position)
+    manager = run.manager
+    steps = run.length.count_total_steps(run.position)
     skipped_in_a_row = 0
     reported_warnings = len(manager.warnings)
     step_began = last_line = time.perf_counter()
     gc.freeze()  # objects created at start-up live as long as the process
-    while not run_progress.is_over(run.position):
+    while not run.length.is_over(run.position):
         step = run.position.step + 1
         if profiler.windows:
             step_began += profiler.start_window(step)
@@ -102,7 +102,7 @@ def run_steps(run: Run, profiler: StepProfiler) -> ExitCode:
         if not update.outcome.applied:
             _report_skipped_step(run, step, update.outcome, skipped_in_a_row)
         run.position = update.position
-        stop, is_last = update.totals.stop, run_progress.is_over(run.position)
+        stop, is_last = update.totals.stop, run.length.is_over(run.position)
         now = time.perf_counter()
         seconds, step_began = now - step_began, now
         measured = _measure_step(run, update, seconds=seconds, is_last=is_last)
@@ -141,11 +141,11 @@ def _update_state(run: Run, batch: RankBatch) -> _Update:
         manager.finish_snapshot()
     started_at = time.monotonic()
     totals = backend.all_reduce_totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
-    batch_size = run.run_progress.compute_next_batch(run.position.samples)
+    batch_size = run.length.compute_next_batch(run.position.samples)
     position = replace(
         run.position, step=run.position.step + 1, samples=run.position.samples + batch_size, batch=batch_size
     )
-    rate = compute_learning_rate(config, run.run_progress.count_completed_steps(position) - 1)
+    rate = compute_learning_rate(config, run.length.count_completed_steps(position) - 1)
     outcome = backend.step(divisor=totals.divisor, learning_rate=rate, clip_norm=config.optimizer.clip_norm)
     tokens = position.tokens + totals.tokens * outcome.applied
     position = replace(position, tokens=tokens, loss=outcome.loss, grad_norm=outcome.gradient_norm)

@@ -23,8 +23,8 @@ from trainium_trainer.compile.dry_run import (
     list_ranks_to_compile,
 )
 from trainium_trainer.compile.graphs import GraphInputs, describe_graphs, hash_graphs
-from trainium_trainer.compile.sizes import read_sizes
-from trainium_trainer.configuration.config import resolve_settings
+from trainium_trainer.compile.sizes import CompileSizes, resolve_sizes
+from trainium_trainer.configuration.config import read_document, resolve_settings
 from trainium_trainer.exits import UserError
 
 KEY = "k" * 32
@@ -221,6 +221,10 @@ def test_the_lock_of_another_machine_is_broken_only_when_it_is_no_longer_renewed
         assert acquired
 
 
+def read_sizes(file: Path, overrides: tuple[str, ...] = (), **options: Any) -> CompileSizes:
+    return resolve_sizes(file, read_document(file), overrides, **options)
+
+
 def test_the_sizes_of_a_job_start_with_that_of_its_first_start() -> None:
     plan = read_sizes(EXAMPLES / "demo.yaml")
     assert plan.nodes == (4, 3, 2, 6)
@@ -230,7 +234,7 @@ def test_the_sizes_of_a_job_start_with_that_of_its_first_start() -> None:
 
 def test_a_size_that_is_not_legal_is_refused_with_the_next_one() -> None:
     with pytest.raises(UserError, match=r"--sizes has 5, but 5 x 1 ranks .* pipeline 1: the next smaller .* size is 4"):
-        read_sizes(EXAMPLES / "demo.yaml", ["parallelism.tensor=2"], requested=(5,))
+        read_sizes(EXAMPLES / "demo.yaml", ("parallelism.tensor=2",), requested=(5,))
 
 
 def test_a_job_of_even_sizes_compiles_no_others(tmp_path: Path) -> None:

@@ -12,20 +12,20 @@ from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.configuration.config import read_launch, resolve_settings, resolve_steps
 from trainium_trainer.data.batches.samples import Share
-from trainium_trainer.loop.run_progress import RunProgress
+from trainium_trainer.loop.run_length import RunLength
 from trainium_trainer.loop.schedule import compute_learning_rate, compute_rate_factor
 
 START = Position(step=0, samples=0, tokens=0)
 
 
-def create_progress(ranks: int, *, steps: int = 10, **batch: Any) -> RunProgress:
+def create_progress(ranks: int, *, steps: int = 10, **batch: Any) -> RunLength:
     fields = {"batch": {"microSize": 1, **batch}, "steps": steps, "schedule": {"warmupSteps": 0}}
     config = TrainingConfig.model_validate(fields)
     launch = read_launch({"RANK": "0", "WORLD_SIZE": str(ranks)})
-    return RunProgress.of(resolve_settings(resolve_steps(config, None), launch, vocabulary=512))
+    return RunLength.of(resolve_settings(resolve_steps(config, None), launch, vocabulary=512))
 
 
-def make_step(position: Position, progress: RunProgress) -> Position:
+def make_step(position: Position, progress: RunLength) -> Position:
     batch = progress.compute_next_batch(position.samples)
     return Position(step=position.step + 1, samples=position.samples + batch, tokens=0, batch=batch)
 
@@ -45,7 +45,7 @@ def test_every_sample_is_used_once_and_batches_stay_within_the_tolerance(
     position, samples = START, []
     for number, (ranks, max_steps) in enumerate(history):
         batch = compute_step_batch_size(global_size, micro_size, ranks, tolerance)
-        progress = RunProgress(batch=batch, steps=steps, end=steps * global_size)
+        progress = RunLength(batch=batch, steps=steps, end=steps * global_size)
         shares = [
             Share(global_size=batch, micro_size=micro_size, dp_rank=rank, dp_size=ranks, end=progress.end)
             for rank in range(ranks)
@@ -77,7 +77,7 @@ def test_without_a_tolerance_steps_count_global_batches(
     global_size: int, micro_size: int, ranks: int, steps: int, step: int
 ) -> None:
     batch = compute_step_batch_size(global_size, micro_size, ranks)
-    progress = RunProgress(batch=batch, steps=steps)
+    progress = RunLength(batch=batch, steps=steps)
     position = Position(step=step, samples=step * global_size, tokens=0)
     assert progress.compute_next_batch(position.samples) == global_size
     assert progress.is_over(position) == (step >= steps)

@@ -1,4 +1,4 @@
-"""The progress of a run and the length of its next step: in steps, or in samples where steps differ.
+"""The length of a run and of its next step: in steps, or in samples where steps differ.
 
 Guarantees:
 - The values are a pure function of configuration, size and position.
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunProgress:
-    """The course of a run, from its first sample to its last, at one size."""
+class RunLength:
+    """The length of a run at one size, from its first sample to its last."""
 
     batch: int
     """Samples per step at this size."""
@@ -32,13 +32,13 @@ class RunProgress:
     """Samples of the whole run; None where steps are counted."""
 
     @staticmethod
-    def of(settings: Settings, epoch_samples: int | None = None) -> RunProgress:
-        """Return the progress of a run whose number of steps is known; an epoch has `epoch_samples` samples."""
+    def of(settings: Settings, epoch_samples: int | None = None) -> RunLength:
+        """Return the length of a run whose number of steps is known; an epoch has `epoch_samples` samples."""
         config, end = settings.config, None
         if config.batch.tolerance:
             counted = config.epochs and epoch_samples
             end = math.ceil(config.epochs * counted) if counted else config.steps * config.batch.global_size
-        return RunProgress(batch=settings.batch, steps=config.steps, end=end)
+        return RunLength(batch=settings.batch, steps=config.steps, end=end)
 
     def compute_next_batch(self, samples: int) -> int:
         """Return the number of samples of the step that begins at a global position."""
