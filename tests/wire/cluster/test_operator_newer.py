@@ -20,7 +20,7 @@ from trainium_contract.wire.messages import HeartbeatRequest, Membership
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, PODS
 from trainium_operator.cluster.cache.lenient import read_spec
 from trainium_operator.cluster.execute.undeclared_fields import FOR_SECONDS, UndeclaredFields, find_places
-from trainium_operator.coordinator.messages import read_message
+from trainium_operator.coordinator.messages import BadMessageError, read_message
 
 NEWER: dict[str, dict[str, Any]] = {
     "workers": {"placementV9": {"zones": ["a"]}},
@@ -170,7 +170,7 @@ def test_unknown_fields_of_a_heartbeat_are_ignored() -> None:
     "changes", [{"phase": "Dreaming"}, {"generation": -1}, {"generation": -1, "checks": [{"check": "x"}]}]
 )
 def test_an_invalid_required_field_of_a_message_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(BadMessageError):
         parse_heartbeat(**changes)
 
 
