@@ -31,7 +31,7 @@ from trainium_trainer.data.examples.held_out import build_prompts
 from trainium_trainer.data.loader import open_loader
 from trainium_trainer.data.prepared.text_sources import TextInputs
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
-from trainium_trainer.evaluate.questions import encode_training_prompts
+from trainium_trainer.evaluate.prompts import encode_prompts
 from trainium_trainer.exits import UserError
 
 DOCUMENTS = [f"say rank {number} of a mesh " + "token " * (number % 7) for number in range(30)]
@@ -177,7 +177,7 @@ def test_a_prompt_of_running_text_begins_as_documents_do(tmp_path: Path) -> None
     tokenizer = load_tokenizer(file)
     plain = tuple(tokenizer.encode("say", add_special_tokens=False).ids)
     ids = {
-        rule: encode_training_prompts(text_config(tmp_path, source, bos=rule), ["say"])[0].prompt_ids
+        rule: encode_prompts(["say"], text_config(tmp_path, source, bos=rule))[0].prompt_ids
         for rule in ("Auto", "Always", "Never")
     }
     assert ids == {"Auto": (), "Always": (tokenizer.token_to_id(BOS), *plain), "Never": plain}

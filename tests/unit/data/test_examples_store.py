@@ -192,7 +192,7 @@ def test_held_out_examples_are_those_that_are_held_back_with_their_tokens(
         assert example.label is None
     assert read_held_out(config, 3).examples == held_out.examples[:3]
     assert held_out.labels == ()
-    assert held_out.end == load_tokenizer(data.tokenizer).token_to_id("<|end|>")
+    assert held_out.end_tokens == (load_tokenizer(data.tokenizer).token_to_id("<|end|>"),)
 
 
 def test_held_out_classes_have_the_label_as_their_answer(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_held_out_answers_of_a_chat_are_the_messages_and_end_with_the_token_of_t
     assert [example.answer for example in held_out.examples] == ["7 <|eot|>!", "8 <|eot|>!", "9 <|eot|>!"]
     assert held_out.examples[0].prompt.endswith("say 7<|eot|><|head|>assistant<|tail|>\n\n")
     turn = load_tokenizer(file).token_to_id("<|eot|>")
-    assert held_out.end == turn
+    assert held_out.end_tokens == (turn,)
     assert all(example.answer_ids.count(turn) == 1 for example in held_out.examples)
     assert all(example.answer_ids[-1] == turn for example in held_out.examples)
 

@@ -13,7 +13,7 @@ import yaml
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.cli import run
-from trainium_trainer.evaluate.questions import read_held_out_questions
+from trainium_trainer.evaluate.held_out import read_held_out_examples
 
 _WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state")
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft and transformers
@@ -24,13 +24,13 @@ def _train_on_answers(base: Path, folder: Path, config: TrainingConfig, steps: i
     from transformers import LlamaForCausalLM
 
     network = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
-    questions = read_held_out_questions(config.data, 100).questions
+    examples = read_held_out_examples(config.data, 100).examples
     optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
     for step in range(steps):
-        question = questions[step % len(questions)]
-        ids = torch.tensor([question.prompt_ids + question.answer_ids])
+        example = examples[step % len(examples)]
+        ids = torch.tensor([example.prompt_ids + example.answer_ids])
         labels = ids.clone()
-        labels[0, : len(question.prompt_ids)] = -100
+        labels[0, : len(example.prompt_ids)] = -100
         optimizer.zero_grad()
         network(ids, labels=labels).loss.backward()
         optimizer.step()
@@ -135,22 +135,24 @@ def test_the_likeliest_label_has_the_likeliest_tokens_after_the_prompt(classific
     from trainium_contract.accelerators import Device
     from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.evaluate.answering.folder import open_model_files
+    from trainium_trainer.evaluate.answering.generation import group_by_length
     from trainium_trainer.evaluate.answering.loading import load
     from trainium_trainer.evaluate.scoring import score_model
 
-    question_set = read_held_out_questions(classification.config.data, 8)
+    held_out = read_held_out_examples(classification.config.data, 8)
     model = load(open_model_files(classification.base), device=Device.CPU)
-    outcomes = score_model(model, question_set, question_set.group_into_batches(3), GenerationConfig(max_new_tokens=1))
-    for outcome in outcomes:
-        question = question_set.questions[outcome.number]
+    batches = group_by_length([len(example.prompt_ids) for example in held_out.examples], 3)
+    scores = score_model(model, held_out, batches, GenerationConfig(max_new_tokens=1))
+    for score in scores:
+        example = held_out.examples[score.number]
         sums = []
-        for label in question_set.labels:
-            ids = list(question.prompt_ids) + model.folder.encode(f" {label}")
+        for label in held_out.labels:
+            ids = list(example.prompt_ids) + model.folder.encode(f" {label}")
             with torch.no_grad():
                 logs = model.network(torch.tensor([ids])).logits[0].log_softmax(-1)
-            sums.append(sum(float(logs[index - 1, ids[index]]) for index in range(len(question.prompt_ids), len(ids))))
-        assert outcome.label_is_likeliest == (sums.index(max(sums)) == question.label)
-        assert question.answer == f" {question_set.labels[question.label or 0]}"
+            sums.append(sum(float(logs[index - 1, ids[index]]) for index in range(len(example.prompt_ids), len(ids))))
+        assert score.label_is_likeliest == (sums.index(max(sums)) == example.label)
+        assert example.answer == f" {held_out.labels[example.label or 0]}"
 
 
 def _generate(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ import torch
 from trainium_contract.accelerators import Device
 from trainium_contract.trainer.evaluate import GenerationConfig
 from trainium_trainer.evaluate.answering.folder import open_model_files
-from trainium_trainer.evaluate.answering.generation import FinishReason, compute_likelihoods, draw_seeds, generate
+from trainium_trainer.evaluate.answering.generation import FinishReason, draw_seeds, generate
+from trainium_trainer.evaluate.answering.likelihood import compute_likelihoods
 from trainium_trainer.evaluate.answering.loading import LoadedModel, load
 from trainium_trainer.exits import UserError
 

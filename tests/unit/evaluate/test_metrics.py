@@ -5,7 +5,7 @@ import math
 import pytest
 
 from trainium_trainer.evaluate import metrics
-from trainium_trainer.evaluate.answering.generation import draw_seeds, group_by_length, select_batches
+from trainium_trainer.evaluate.answering.generation import draw_seeds, group_by_length
 
 
 def test_only_surrounding_white_space_of_an_answer_is_ignored() -> None:
@@ -56,12 +56,6 @@ def test_means_leave_out_unknown_values() -> None:
 
 def test_batches_hold_each_number_once_with_the_longest_first() -> None:
     assert group_by_length([3, 9, 4, 9, 1], 2) == [[1, 3], [2, 0], [4]]
-
-
-def test_readers_share_whole_batches() -> None:
-    batches = group_by_length(list(range(23)), 4)
-    parts = [select_batches(batches, reader, 3) for reader in range(3)]
-    assert sorted(batch for part in parts for batch in part) == sorted(batches)
 
 
 def test_the_seed_of_a_draw_depends_on_the_prompt_and_its_number_of_occurrences() -> None:

@@ -197,7 +197,7 @@ def _evaluate_endpoint(
     server: Endpoint, training: TrainingConfig, count: int, generation: GenerationConfig
 ) -> EvaluationResult:
     """Return the figures of a server on held-out examples."""
-    from trainium_trainer.evaluate.questions import measure_endpoint  # noqa: PLC0415 - torch
+    from trainium_trainer.evaluate.compare import measure_endpoint  # noqa: PLC0415 - torch
 
     with _show_progress() as heartbeat:
         return measure_endpoint(server, training.data, count, generation, heartbeat=heartbeat)
@@ -208,7 +208,7 @@ def _evaluate_config(
 ) -> EvaluationResult:
     """Return the figures on held-out examples and on the tasks of a configuration."""
     from trainium_trainer.evaluate.compare import compare  # noqa: PLC0415 - torch
-    from trainium_trainer.evaluate.questions import read_held_out_questions  # noqa: PLC0415 - torch
+    from trainium_trainer.evaluate.held_out import read_held_out_examples  # noqa: PLC0415 - torch
     from trainium_trainer.evaluate.report import EvaluationResult  # noqa: PLC0415 - torch
     from trainium_trainer.evaluate.tasks import list_compared_models, measure_tasks, read_report  # noqa: PLC0415 - torch
     from trainium_trainer.peers import Peers  # noqa: PLC0415 - torch
@@ -218,7 +218,7 @@ def _evaluate_config(
     if training.data.validation is not None or tasks is None:
         with _show_progress() as heartbeat:
             result = compare(
-                models, read_held_out_questions(training.data, count), settings, Peers(0, 1), heartbeat=heartbeat
+                models, read_held_out_examples(training.data, count), settings, Peers(0, 1), heartbeat=heartbeat
             )
     if tasks is None:
         return result

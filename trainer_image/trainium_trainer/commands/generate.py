@@ -107,9 +107,9 @@ def generate(
     )
     questions = _open_questions(training, prompt, prompts, held_out)
     if models is not None:
-        from trainium_trainer.evaluate.questions import answer_questions  # noqa: PLC0415 - torch
+        from trainium_trainer.evaluate.prompts import answer_prompts  # noqa: PLC0415 - torch
 
-        answers = answer_questions(models, questions, settings, device=device, precision=precision)
+        answers = answer_prompts(models, questions, settings, device=device, precision=precision)
         for line in _format_answers(questions, answers, as_json=as_json):
             typer.echo(line)
     elif server is not None:
@@ -120,17 +120,14 @@ def _open_questions(
     training: TrainingConfig | None, texts: list[str] | None, file: Path | None, held_out: int | None
 ) -> list[HeldOutExample]:
     """Return the questions of the one origin that is given; those held back need a configuration. Raises UserError."""
-    from trainium_trainer.evaluate.questions import (  # noqa: PLC0415 - torch
-        build_questions,
-        read_held_out_questions,
-        read_prompts,
-    )
+    from trainium_trainer.evaluate.held_out import read_held_out_examples  # noqa: PLC0415 - torch
+    from trainium_trainer.evaluate.prompts import encode_prompts, read_prompts  # noqa: PLC0415
 
     if held_out is not None:
         assert training is not None
-        return list(read_held_out_questions(training.data, held_out).questions)
+        return list(read_held_out_examples(training.data, held_out).examples)
     prompts = list(texts or ()) or read_prompts(file)  # type: ignore[arg-type]  # one of them is given
-    return build_questions(prompts, training.data if training is not None else None)
+    return encode_prompts(prompts, training.data if training is not None else None)
 
 
 def _format_answers(

@@ -9,17 +9,18 @@ from pydantic import Field
 from trainium_contract.base import MessageModel
 from trainium_contract.status.results import EvaluationFigure, RunResults
 from trainium_contract.trainer.evaluate import GenerationConfig
-from trainium_trainer.evaluate.scoring import QuestionScore, QuestionSet, compute_figures
+from trainium_trainer.evaluate.scoring import ExampleScore, compute_figures
 from trainium_trainer.evaluate.tasks import TaskReport  # noqa: TC001 - pydantic reads annotations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from trainium_trainer.data.examples.held_out import HeldOutExamples
 
 JSON_NAME = "evaluation.json"
 MARKDOWN_NAME = "evaluation.md"
 ANSWERS_KEPT = 100
-"""The number of first questions whose answers a result holds."""
+"""The number of first examples whose answers a result holds."""
 _MEANING = {
     "perplexity": "perplexity of the answers",
     "accuracy": "accuracy (likeliest label)",
@@ -34,7 +35,7 @@ _MESSAGE_BYTES = 4096
 
 
 class AnswerRecord(MessageModel):
-    """A question and its answers."""
+    """A prompt and its answers."""
 
     prompt: str
     expected: str
@@ -60,7 +61,7 @@ class EvaluationResult(MessageModel):
     notes: tuple[str, ...] = ()
     """Messages for the user."""
     answers: tuple[AnswerRecord, ...] = ()
-    """Answers to the first questions."""
+    """Answers to the first prompts."""
     tasks: TaskReport | None = None
     """The figures of benchmark tasks with their standard errors."""
 
@@ -101,7 +102,7 @@ class EvaluationResult(MessageModel):
         return "\n".join(lines) + "\n"
 
 
-def build_figures(before: Sequence[QuestionScore], after: Sequence[QuestionScore]) -> tuple[EvaluationFigure, ...]:
+def build_figures(before: Sequence[ExampleScore], after: Sequence[ExampleScore]) -> tuple[EvaluationFigure, ...]:
     """Return a table of the figures of two models; the first may be missing."""
     old, new = compute_figures(before), compute_figures(after)
     none = (None, None)
@@ -117,15 +118,15 @@ def build_figures(before: Sequence[QuestionScore], after: Sequence[QuestionScore
 
 
 def select_answers(
-    question_set: QuestionSet, before: Sequence[QuestionScore], after: Sequence[QuestionScore]
+    held_out: HeldOutExamples, before: Sequence[ExampleScore], after: Sequence[ExampleScore]
 ) -> tuple[AnswerRecord, ...]:
-    """Return the first questions with the models' answers."""
-    if not question_set.has_answers:
+    """Return the first examples with the models' answers."""
+    if not held_out.has_answers:
         return ()
-    old, new = ({outcome.number: outcome.answer for outcome in outcomes} for outcomes in (before, after))
+    old, new = ({score.number: score.answer for score in scores} for scores in (before, after))
     return tuple(
-        AnswerRecord(prompt=question.prompt, expected=question.answer, before=old.get(number), after=new.get(number))
-        for number, question in enumerate(question_set.questions[:ANSWERS_KEPT])
+        AnswerRecord(prompt=example.prompt, expected=example.answer, before=old.get(number), after=new.get(number))
+        for number, example in enumerate(held_out.examples[:ANSWERS_KEPT])
     )
 
 

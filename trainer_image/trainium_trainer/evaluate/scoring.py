@@ -1,8 +1,8 @@
-"""Questions with known answers, and the scores of a model.
+"""The scores of a model on held-out examples.
 
 Guarantees:
-- The outcomes of a batch of questions depend only on that batch, so the figures do not depend on the number of readers.
-- Questions in two batches are asked equally.
+- The scores of a batch of examples depend only on that batch, so the figures do not depend on the number of readers.
+- An example gets the same score in any batch.
 """
 
 from __future__ import annotations
@@ -13,48 +13,21 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainium_trainer.evaluate import metrics
-from trainium_trainer.evaluate.answering.generation import (
-    GeneratedAnswer,
-    compute_likelihoods,
-    draw_seeds,
-    generate,
-    group_by_length,
-)
+from trainium_trainer.evaluate.answering.generation import draw_seeds, generate
+from trainium_trainer.evaluate.answering.likelihood import compute_likelihoods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainium_contract.trainer.evaluate import GenerationConfig
-    from trainium_trainer.data.examples.held_out import HeldOutExample
+    from trainium_trainer.data.examples.held_out import HeldOutExample, HeldOutExamples
+    from trainium_trainer.evaluate.answering.generation import GeneratedAnswer
     from trainium_trainer.evaluate.answering.loading import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuestionSet:
-    """Questions in a fixed order."""
-
-    questions: tuple[HeldOutExample, ...]
-    labels: tuple[str, ...] = ()
-    label_ids: tuple[tuple[int, ...], ...] = ()
-    """The token ids of each label as an answer."""
-    end_tokens: tuple[int, ...] = ()
-    """The tokens that end an answer in training, besides those of a model's folder."""
-    has_answers: bool = True
-    """Whether answers are generated; not for running text, which has none."""
-
-    @property
-    def largest_token(self) -> int:
-        """The largest id in any prompt or answer."""
-        return max(max(question.prompt_ids + question.answer_ids) for question in self.questions)
-
-    def group_into_batches(self, size: int) -> list[list[int]]:
-        """Return the indices of the questions in batches of `size`."""
-        return group_by_length([len(question.prompt_ids) for question in self.questions], size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuestionScore:
-    """The score of a model for one question."""
+class ExampleScore:
+    """The score of a model on one example."""
 
     number: int
     log_likelihood: float
@@ -73,111 +46,101 @@ class QuestionScore:
 
 def score_model(
     model: LoadedModel,
-    question_set: QuestionSet,
-    mine: Sequence[list[int]],
+    held_out: HeldOutExamples,
+    batches: Sequence[list[int]],
     generation: GenerationConfig,
     *,
     heartbeat: Callable[[float], None] = lambda _: None,
-) -> list[QuestionScore]:
-    """Ask a model the questions of some batches; `heartbeat` is called often with the completed fraction.
+) -> list[ExampleScore]:
+    """Score a model on the examples of some batches of indices. Raises UserError.
 
-    Raises UserError.
+    `heartbeat` is called often with the completed fraction.
     """
-    seeds = draw_seeds([question.prompt_ids for question in question_set.questions], generation.seed)
-    outcomes: list[QuestionScore] = []
-    for done, batch in enumerate(mine):
-        report = partial(heartbeat, done / len(mine))
-        outcomes += _score_batch(model, question_set, batch, [seeds[number] for number in batch], generation, report)
-    return outcomes
-
-
-def _score_batch(
-    model: LoadedModel,
-    question_set: QuestionSet,
-    batch: list[int],
-    seeds: list[int],
-    generation: GenerationConfig,
-    heartbeat: Callable[[], None],
-) -> list[QuestionScore]:
-    questions = [question_set.questions[number] for number in batch]
-    truth = compute_likelihoods(
-        model,
-        [(question.prompt_ids, question.answer_ids) for question in questions],
-        batch_size=len(batch),
-        heartbeat=heartbeat,
-    )
-    answers: list[GeneratedAnswer | None] = [None] * len(batch)
-    if question_set.has_answers:
-        prompts = [question.prompt_ids for question in questions]
-        answers = list(
-            generate(model, prompts, generation, seeds=seeds, ends=question_set.end_tokens, heartbeat=heartbeat)
-        )
-    choices = _choose_labels(model, question_set, questions, heartbeat) if question_set.labels else [None] * len(batch)
-    return [
-        score_answer(
-            question_set,
-            number,
-            answer.text if answer is not None else None,
-            log_likelihood=known.log_likelihood,
-            tokens=known.tokens,
-            label_is_likeliest=None if choice is None else choice == question_set.questions[number].label,
-        )
-        for number, known, answer, choice in zip(batch, truth, answers, choices, strict=True)
-    ]
+    seeds = draw_seeds([example.prompt_ids for example in held_out.examples], generation.seed)
+    scores: list[ExampleScore] = []
+    for done, batch in enumerate(batches):
+        report = partial(heartbeat, done / len(batches))
+        examples = [held_out.examples[number] for number in batch]
+        pairs = [(example.prompt_ids, example.answer_ids) for example in examples]
+        likelihoods = compute_likelihoods(model, pairs, batch_size=len(batch), heartbeat=report)
+        answers: list[GeneratedAnswer] | list[None] = [None] * len(batch)
+        if held_out.has_answers:
+            answers = generate(
+                model,
+                [example.prompt_ids for example in examples],
+                generation,
+                seeds=[seeds[number] for number in batch],
+                ends=held_out.end_tokens,
+                heartbeat=report,
+            )
+        labels = _choose_labels(model, held_out, examples, report) if held_out.labels else [None] * len(batch)
+        scores += [
+            score_answer(
+                held_out,
+                number,
+                None if answer is None else answer.text,
+                log_likelihood=likelihood.log_likelihood,
+                tokens=likelihood.tokens,
+                label_is_likeliest=None if label is None else label == held_out.examples[number].label,
+            )
+            for number, likelihood, answer, label in zip(batch, likelihoods, answers, labels, strict=True)
+        ]
+    return scores
 
 
 def score_answer(
-    question_set: QuestionSet,
+    held_out: HeldOutExamples,
     number: int,
     text: str | None,
     *,
     log_likelihood: float = 0.0,
     tokens: int = 0,
     label_is_likeliest: bool | None = None,
-) -> QuestionScore:
+) -> ExampleScore:
     """Compare an answer with the expected one."""
-    question = question_set.questions[number]
-    return QuestionScore(
+    example = held_out.examples[number]
+    return ExampleScore(
         number=number,
         log_likelihood=log_likelihood,
         tokens=tokens,
         answer=text,
-        exact_match=None if text is None else metrics.is_exact_match(text, question.answer),
-        rouge_l=None if text is None or question_set.labels else metrics.compute_rouge_l(text, question.answer),
+        exact_match=None if text is None else metrics.is_exact_match(text, example.answer),
+        rouge_l=None if text is None or held_out.labels else metrics.compute_rouge_l(text, example.answer),
         label_is_likeliest=label_is_likeliest,
         label_is_generated=None
-        if text is None or not question_set.labels
-        else metrics.label_in(text, question_set.labels) == question.label,
+        if text is None or not held_out.labels
+        else metrics.label_in(text, held_out.labels) == example.label,
     )
 
 
 def _choose_labels(
-    model: LoadedModel, question_set: QuestionSet, questions: Sequence[HeldOutExample], heartbeat: Callable[[], None]
+    model: LoadedModel, held_out: HeldOutExamples, examples: Sequence[HeldOutExample], heartbeat: Callable[[], None]
 ) -> list[int]:
-    """Return the most likely label of each question."""
-    pairs = [(question.prompt_ids, ids) for question in questions for ids in question_set.label_ids]
-    results = compute_likelihoods(model, pairs, batch_size=len(questions), heartbeat=heartbeat)
-    count = len(question_set.labels)
+    """Return the most likely label of each example."""
+    pairs = [(example.prompt_ids, ids) for example in examples for ids in held_out.label_ids]
+    results = compute_likelihoods(model, pairs, batch_size=len(examples), heartbeat=heartbeat)
+    count = len(held_out.labels)
     return [
         metrics.find_likeliest(
             [likelihood.log_likelihood for likelihood in results[index * count : (index + 1) * count]]
         )
-        for index in range(len(questions))
+        for index in range(len(examples))
     ]
 
 
-def compute_figures(outcomes: Sequence[QuestionScore]) -> dict[str, tuple[float, float | None]]:
-    """Return the available figures by name with their standard errors, independent of the order of outcomes."""
-    tokens = sum(outcome.tokens for outcome in outcomes)
-    total = math.fsum(outcome.log_likelihood for outcome in outcomes)
-    scores: dict[str, list[float | None]] = {
-        "accuracy": [outcome.label_is_likeliest for outcome in outcomes],
-        "generatedAccuracy": [outcome.label_is_generated for outcome in outcomes],
-        "exactMatch": [outcome.exact_match for outcome in outcomes],
-        "rougeL": [outcome.rouge_l for outcome in outcomes],
+def compute_figures(scores: Sequence[ExampleScore]) -> dict[str, tuple[float, float | None]]:
+    """Return the available figures by name with their standard errors, independent of the order of scores."""
+    tokens = sum(score.tokens for score in scores)
+    total = math.fsum(score.log_likelihood for score in scores)
+    values_by_name: dict[str, list[float | None]] = {
+        "accuracy": [score.label_is_likeliest for score in scores],
+        "generatedAccuracy": [score.label_is_generated for score in scores],
+        "exactMatch": [score.exact_match for score in scores],
+        "rougeL": [score.rouge_l for score in scores],
     }
     rows = {
-        name: (metrics.compute_mean(values), metrics.compute_standard_error(values)) for name, values in scores.items()
+        name: (metrics.compute_mean(values), metrics.compute_standard_error(values))
+        for name, values in values_by_name.items()
     }
     rows = {"perplexity": (metrics.compute_perplexity(total, tokens) if tokens else None, None), **rows}
     return {name: (value, error) for name, (value, error) in rows.items() if value is not None}

@@ -23,11 +23,11 @@ from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.store import ArtifactStore
 from trainium_trainer.artifacts.writer import compute_on_first_rank
 from trainium_trainer.evaluate.answering.folder import ModelLocations, open_local_folder
-from trainium_trainer.evaluate.check_folder import check_folder
+from trainium_trainer.evaluate.check_folder import find_folder_problem
 from trainium_trainer.evaluate.compare import EvaluationSettings, compare
+from trainium_trainer.evaluate.held_out import read_held_out_examples
 from trainium_trainer.evaluate.memory import count_readers, read_available_bytes
 from trainium_trainer.evaluate.metrics import compute_perplexity
-from trainium_trainer.evaluate.questions import read_held_out_questions
 from trainium_trainer.evaluate.report import JSON_NAME, MARKDOWN_NAME, EvaluationResult
 from trainium_trainer.evaluate.tasks import list_compared_models, measure_tasks, refuse_missing_harness
 from trainium_trainer.weights.base import BaseWeights
@@ -146,7 +146,7 @@ class RunEvaluation:
         return result
 
     def _compare(self, models: ModelLocations) -> EvaluationResult:
-        """Return the figures of the models on the questions that are held back. Collective."""
+        """Return the figures of the models on the examples that are held back. Collective."""
         needed = count_parameters(open_shape(models.model)) * _FLOAT32_BYTES
         fitting = count_readers(needed, read_available_bytes()) if self.device == "cpu" else self.peers.size
         settings = EvaluationSettings(
@@ -154,9 +154,9 @@ class RunEvaluation:
             device=Device(self.device),
             loads_model=self.peers.node_rank < fitting,
         )
-        question_set = read_held_out_questions(self.config.data, self.config.evaluate.samples)
+        held_out = read_held_out_examples(self.config.data, self.config.evaluate.samples)
         heartbeat = partial(self.progress.enter_stage, RunStage.EVALUATE)
-        return compare(models, question_set, settings, self.peers, heartbeat=heartbeat)
+        return compare(models, held_out, settings, self.peers, heartbeat=heartbeat)
 
     def _add_tasks(
         self, result: EvaluationResult, tasks: TasksConfig, models: ModelLocations, store: ArtifactStore
@@ -178,8 +178,7 @@ class RunEvaluation:
         problem = ""
         if self.peers.rank == 0 and models.adapter is None:
             heartbeat = partial(self.progress.enter_stage, RunStage.EVALUATE, 0.5)
-            checked = check_folder(models.model, models.base, heartbeat=heartbeat)
-            problem = checked.find_problem(models.model, models.base) or ""
+            problem = find_folder_problem(models.model, models.base, heartbeat=heartbeat)
         problem = self.peers.gather(problem)[0]
         notes += [f"{problem}."] if problem else []
         figures: tuple[EvaluationFigure, ...] = ()

@@ -44,17 +44,24 @@ class HeldOutExample:
     """The index of the correct label; None without labels."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutExamples:
-    """Questions for a model with the expected answers."""
+    """Prompts for a model with the expected answers, in a fixed order."""
 
     examples: tuple[HeldOutExample, ...]
-    labels: tuple[str, ...]
+    labels: tuple[str, ...] = ()
     """The names of all classes; empty unless the format is Classification."""
-    label_ids: tuple[tuple[int, ...], ...]
+    label_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of the labels as answers, without the end token."""
-    end: int
-    """The token that ends an answer: the end of a turn in a chat, else the tokenizer's EOS."""
+    end_tokens: tuple[int, ...] = ()
+    """The tokens that end an answer: the end of a turn in a chat, else the tokenizer's EOS."""
+    has_answers: bool = True
+    """Whether answers are generated; not for running text, which has none."""
+
+    @property
+    def largest_token(self) -> int:
+        """The largest id in any prompt or answer."""
+        return max(max(example.prompt_ids + example.answer_ids) for example in self.examples)
 
 
 def read_held_out(config: DataConfig, max_examples: int | None = None) -> HeldOutExamples:
@@ -70,17 +77,21 @@ def read_held_out(config: DataConfig, max_examples: int | None = None) -> HeldOu
     )
     encoders = [ExampleEncoder(source.recipe) for source in sources]
     held_back = itertools.chain.from_iterable(
-        _read_source_questions(source, encoder) for source, encoder in zip(sources, encoders, strict=True)
+        _read_source_examples(source, encoder) for source, encoder in zip(sources, encoders, strict=True)
     )
     labels = config.examples.classification.labels if config.format is DataFormat.CLASSIFICATION else ()
     examples = tuple(itertools.islice(held_back, max_examples))
     texts = encoders[0].texts
-    ends = {question.answer_ids[-1] for question in examples} & texts.special_ids
-    end = next(iter(ends)) if len(ends) == 1 else texts.end
-    return HeldOutExamples(examples, tuple(labels), _label_ids(encoders[0], examples, labels), end)
+    ends = {example.answer_ids[-1] for example in examples} & texts.special_ids
+    return HeldOutExamples(
+        examples=examples,
+        labels=tuple(labels),
+        label_ids=_encode_labels(encoders[0], examples, labels),
+        end_tokens=tuple(ends) if len(ends) == 1 else (texts.end,),
+    )
 
 
-def _label_ids(
+def _encode_labels(
     encoder: ExampleEncoder, examples: Sequence[HeldOutExample], labels: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each label after a prompt."""
@@ -119,7 +130,7 @@ def _refuse_text(config: DataConfig) -> None:
         raise UserError("data.format is Text, which has no prompts and answers: set another data.format")
 
 
-def _read_source_questions(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[HeldOutExample]:
+def _read_source_examples(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[HeldOutExample]:
     """Yield the held-back examples of a source by reading its records again."""
     documents = source.recipe.spec.source
     examples = itertools.chain.from_iterable(
@@ -130,10 +141,10 @@ def _read_source_questions(source: ExampleSource, encoder: ExampleEncoder) -> It
         zip(examples, source.held_back, strict=False), 0, None, encoder.record_format.width
     ):
         if is_held_back and kept.encoded.answer < len(kept.encoded.ids):
-            yield _build_question(kept, encoder.texts, source.recipe.config.classification.labels)
+            yield _build_example(kept, encoder.texts, source.recipe.config.classification.labels)
 
 
-def _build_question(kept: KeptExample, texts: TextEncoder, labels: Sequence[str]) -> HeldOutExample:
+def _build_example(kept: KeptExample, texts: TextEncoder, labels: Sequence[str]) -> HeldOutExample:
     example = kept.example
     answer = example.answer
     if example.from_chat_template:  # ends as a turn does

@@ -25,7 +25,7 @@ import torch
 from torch import distributed as dist
 
 from trainium_trainer.data.batches.samples import Sample, SampleReader, Share, TextSample
-from trainium_trainer.data.online.stream_shards import BlockTokens, ShardSamples, initialize_shards, read_shard_samples
+from trainium_trainer.data.online.stream_shards import StreamedBlock, ShardSamples, initialize_shards, read_shard_samples
 from trainium_trainer.data.sources.documents import refuse_skipped, refuse_skipped_share
 from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import PeerLostError, StorageError, UserError
@@ -101,7 +101,7 @@ class ShardReader:
             self._workers.gather()
         return self._workers
 
-    def _count_skipped(self, consumed: Sequence[tuple[int, BlockTokens]]) -> None:
+    def _count_skipped(self, consumed: Sequence[tuple[int, StreamedBlock]]) -> None:
         limit, fraction = self._streams.max_bad_lines, self._share.size / self._share.global_size
         for number, block in consumed:
             source, counts = self._streams.plan.sources[number], self._source_counts[number]

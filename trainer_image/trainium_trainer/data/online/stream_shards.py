@@ -64,8 +64,8 @@ class ShardPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockTokens:
-    """The contents of a block."""
+class StreamedBlock:
+    """The tokens of a block without held-back documents, and the problems of its records."""
 
     tokens: NDArray[Any]
     skipped: tuple[SkippedRecord, ...] = ()
@@ -82,7 +82,7 @@ class ShardSamples:
     """Sequence length + 1 tokens for each shard."""
     counts: list[tuple[int, int, int]]
     """Source, block and number of tokens of the tokenized blocks."""
-    consumed: list[tuple[int, BlockTokens]]
+    consumed: list[tuple[int, StreamedBlock]]
     """Source and contents, without tokens, of the blocks whose tokens are used."""
 
 
@@ -103,12 +103,12 @@ class PreparedBlocks:
         """Return the number of tokens of a block, from the index unless documents of the batch are held back."""
         return int(self._prepared.batch_tokens[block]) if self._held_back is None else len(self.read(block).tokens)
 
-    def read(self, block: int) -> BlockTokens:
+    def read(self, block: int) -> StreamedBlock:
         """Return the tokens of a block without those of held-back documents."""
         values, starts, documents = self._prepared.batch(block)
         if self._held_back is not None:
             values = values[np.repeat(~select_held_back(documents, self._held_back), np.diff(starts))]
-        return BlockTokens(values)
+        return StreamedBlock(values)
 
 
 class TextBlocks:
@@ -135,7 +135,7 @@ class TextBlocks:
         """Return the number of tokens of a block; None if it has not been counted."""
         return self._counts.get(block)
 
-    def read(self, block: int) -> BlockTokens:
+    def read(self, block: int) -> StreamedBlock:
         """Tokenize a block. Raises UserError or StorageError."""
         parts = self._encoder.encode_block(self._source, FileBlock(*self._table[block].tolist()))
         encoded = [
@@ -150,7 +150,7 @@ class TextBlocks:
         self._counts[block] = len(tokens)
         skipped = tuple(skipped for part in parts for skipped in part.skipped)
         documents = sum(int((part.tokens == self._encoder.end).sum()) for part in parts)
-        return BlockTokens(tokens, skipped, 0 if self._source.has_lines else documents + len(skipped))
+        return StreamedBlock(tokens, skipped, 0 if self._source.has_lines else documents + len(skipped))
 
 
 Blocks = PreparedBlocks | TextBlocks
@@ -160,6 +160,8 @@ Blocks = PreparedBlocks | TextBlocks
 class _Stream:
     """The stream of one source in one shard."""
 
+    source: int
+    """The index of the source in the plan."""
     blocks: Blocks
     shard: int
     shards: int
@@ -170,17 +172,17 @@ class _Stream:
     _buffered: int = 0
     _empty: int = 0  # consecutive blocks without tokens
 
-    def _read_next_block(self) -> int:
+    def _find_next_block(self) -> int:
         return find_shuffled_item(self.shard + self._next * self.shards, len(self.blocks), self.seed)
 
     def seek(self, token: int, log: _ReadLog) -> None:
         """Move the stream to a token, counted from the beginning of the run."""
         self._next, self._buffer, self._buffered = 0, [], 0
         while True:
-            block = self._read_next_block()
+            block = self._find_next_block()
             count = self.blocks.count(block)
             if count is None:
-                count = len(log.read(self.blocks, block, is_consumed=False))
+                count = len(log.read(self, block, is_consumed=False))
             if count > token:
                 break
             token -= count
@@ -194,9 +196,10 @@ class _Stream:
         if self._empty > len(self.blocks):
             raise UserError(f"data.source {self.name}: holds no text to train on: give a source with text in it")
 
-    def _fill(self, wanted: int, log: _ReadLog) -> None:
-        while self._buffered < wanted:
-            tokens = log.read(self.blocks, self._read_next_block(), is_consumed=True)
+    def _fill(self, size: int, log: _ReadLog) -> None:
+        """Read blocks until the buffer has `size` tokens."""
+        while self._buffered < size:
+            tokens = log.read(self, self._find_next_block(), is_consumed=True)
             self._advance(len(tokens))
             if len(tokens):
                 self._buffer.append(tokens)
@@ -232,18 +235,16 @@ class _Stream:
 class _ReadLog:
     """Facts learned while blocks are read."""
 
-    source_numbers: dict[int, int]
-    """The number of each source by the id of its blocks."""
     counts: list[tuple[int, int, int]] = field(default_factory=list)
-    consumed: list[tuple[int, BlockTokens]] = field(default_factory=list)
+    consumed: list[tuple[int, StreamedBlock]] = field(default_factory=list)
 
-    def read(self, blocks: Blocks, block: int, *, is_consumed: bool) -> NDArray[Any]:
-        """Return the tokens of a block."""
-        contents, source = blocks.read(block), self.source_numbers[id(blocks)]
-        if isinstance(blocks, TextBlocks):
-            self.counts.append((source, block, len(contents.tokens)))
+    def read(self, stream: _Stream, block: int, *, is_consumed: bool) -> NDArray[Any]:
+        """Return the tokens of a block of a stream."""
+        contents = stream.blocks.read(block)
+        if isinstance(stream.blocks, TextBlocks):
+            self.counts.append((stream.source, block, len(contents.tokens)))
         if is_consumed:
-            self.consumed.append((source, replace(contents, tokens=contents.tokens[:0])))
+            self.consumed.append((stream.source, replace(contents, tokens=contents.tokens[:0])))
         return contents.tokens
 
 
@@ -252,7 +253,6 @@ class StreamShards:
 
     def __init__(self, plan: ShardPlan, shards: Sequence[int], blocks: Sequence[Blocks]) -> None:
         self._plan = plan
-        self._source_numbers = {id(source_blocks): number for number, source_blocks in enumerate(blocks)}
         self._step = -1
         weights = [source.spec.weight for source in plan.sources]
         self._mixtures = []
@@ -264,16 +264,14 @@ class StreamShards:
             self._mixtures.append(Mixture(weights, plan.seed, phase))
             self._streams.append(
                 [
-                    _Stream(
-                        source_blocks, shard, plan.shards, plan.seed + 7919 * number, plan.sources[number].spec.name
-                    )
-                    for number, source_blocks in enumerate(blocks)
+                    _Stream(number, of_source, shard, plan.shards, plan.seed + 7919 * number, source.spec.name)
+                    for number, (source, of_source) in enumerate(zip(plan.sources, blocks, strict=True))
                 ]
             )
 
     def read_rows(self, step: int) -> ShardSamples:
         """Return the samples of a step; fast for consecutive steps. Raises UserError or StorageError."""
-        log = _ReadLog(self._source_numbers)
+        log = _ReadLog()
         length = self._plan.sequence_length
         if step != self._step + 1 or self._step < 0:
             for mixture, streams in zip(self._mixtures, self._streams, strict=True):
