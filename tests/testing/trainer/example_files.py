@@ -112,7 +112,7 @@ def open_encoded(settings: DataConfig, *, epochs: float = 0.0) -> ExampleDataset
     assert settings.cache_directory is not None
     cache = Path(settings.cache_directory)
     cache.mkdir(exist_ok=True)
-    return open_examples(settings, cache, 8, epochs=epochs)
+    return open_examples(settings, cache, 8 if epochs else None)
 
 
 def encode(tmp_path: Path, rows: Sequence[Mapping[str, Any]], **settings: Any) -> ExampleDataset:

@@ -26,7 +26,7 @@ from trainium_trainer.data.tokens.tokenizer import CHAT_TEMPLATE_SETTING
 from trainium_trainer.monitor.writers import METRICS_NAME
 from trainium_trainer.tuning.trainable import list_projection_sizes, select_trainable
 from trainium_trainer.weights.adapter import BASE_DIGEST, AdapterWeights, from_tensor, to_tensor
-from trainium_trainer.weights.adapter import CONFIG_NAME as ADAPTER_CONFIG
+from trainium_trainer.weights.adapter_config import CONFIG_NAME as ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -150,8 +150,8 @@ class ArtifactInputs:
             sizes[HEAD] = sizes[EMBEDDING]  # peft stores one copy for each of the two
 
         def rows(name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
-            ours = from_tensor(name)
-            return result.read_rows(EMBEDDING if shared and ours == HEAD else ours, first, count, dtype)
+            parameter = from_tensor(name)
+            return result.read_rows(EMBEDDING if shared and parameter == HEAD else parameter, first, count, dtype)
 
         def small_files() -> dict[str, bytes]:
             source = None if self.base is None else self.base.source

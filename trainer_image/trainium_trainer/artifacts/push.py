@@ -30,11 +30,11 @@ def open_repository(config: TrainingConfig) -> None:
     push = config.artifacts.push
     if push is None:
         return
-    where, kinds = f"artifacts.push {push.repo}", list_artifact_kinds(config)
+    setting, kinds = f"artifacts.push {push.repo}", list_artifact_kinds(config)
     if _select_kind(push, kinds) not in kinds:
-        raise UserError(f"{where}: the run writes no {_select_kind(push, kinds)}: add it to artifacts.kinds")
+        raise UserError(f"{setting}: the run writes no {_select_kind(push, kinds)}: add it to artifacts.kinds")
     if not find_token():
-        raise UserError(f"{where}: needs a token: set the environment variable {TOKEN} from a Secret")
+        raise UserError(f"{setting}: needs a token: set the environment variable {TOKEN} from a Secret")
     _create_repository(push)
 
 

@@ -15,16 +15,15 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.data.examples.chat import find_text_after_answer
+from trainium_trainer.data.tokens.special_tokens import ChatTemplates, read_chat_templates
 from trainium_trainer.data.tokens.tokenizer import (
     TEMPLATE_FILES,
     TOKENIZER_FILE,
     TOOL_TEMPLATE_FILE,
-    ChatTemplates,
     count_entries,
     find_end_token,
     find_known_end_token,
     load_tokenizer,
-    read_chat_templates,
     read_token_text,
     read_vocabulary,
     write_tokenizer,
@@ -81,12 +80,14 @@ def create_model_files(
     ends = (
         {_EOS: ids[_EOS]} if ids.get(_EOS) not in (None, *_find_eos_tokens(base_config)) else {}
     )  # the base may have several
-    named = {name: number for name, number in ids.items() if name != _EOS} | ends
-    config = base_config | to_config(shape) | named | {"torch_dtype": dtype}
+    token_ids = {name: number for name, number in ids.items() if name != _EOS} | ends
+    config = base_config | to_config(shape) | token_ids | {"torch_dtype": dtype}
     if base is None:  # transformers replaces a missing number by Llama 1's
         config = dict.fromkeys(_NUMBERS) | config
     files[CONFIG_NAME] = _encode_json(config)
-    generation_config = {name: config[name] for name in _NUMBERS if config.get(name) is not None} | generation | named
+    generation_config = (
+        {name: config[name] for name in _NUMBERS if config.get(name) is not None} | generation | token_ids
+    )
     stops = _stop_tokens(files, base, [*_find_eos_tokens(generation), *_find_eos_tokens(base_config)], ids, tokenizer)
     if stops := list(dict.fromkeys([*stops, *_find_turn_end_tokens(files)])):
         generation_config[_EOS] = stops if len(stops) > 1 else stops[0]
@@ -101,18 +102,22 @@ def _stop_tokens(
     """Return the tokens that end an answer: those of the base that mean the same here, and those of this run."""
     if tokenizer is None:
         return list(dict.fromkeys([*listed, *([ids[_EOS]] if _EOS in ids else [])]))
-    ours = read_vocabulary(files[TOKENIZER_FILE])
+    vocabulary = read_vocabulary(files[TOKENIZER_FILE])
     before = None
     if base is not None and TOKENIZER_FILE in base.list_sizes():
         before = read_vocabulary(base.read(TOKENIZER_FILE))
-    valid = [number for number in listed if number in ours and (before is None or before.get(number) == ours[number])]
+    valid = [
+        number
+        for number in listed
+        if number in vocabulary and (before is None or before.get(number) == vocabulary[number])
+    ]
     if before is None:
         special = {token["id"] for token in json.loads(files[TOKENIZER_FILE]).get("added_tokens") or ()}
         valid = [number for number in valid if number in special]
     # Format Text learns the end-of-document token, the others the tokenizer's EOS.
     learned = [ids[_EOS]] if _EOS in ids else []
-    end = find_known_end_token(set(ours.values()))
-    learned += [number for number, text in ours.items() if text == end]
+    end = find_known_end_token(set(vocabulary.values()))
+    learned += [number for number, text in vocabulary.items() if text == end]
     return list(dict.fromkeys([*valid, *learned]))
 
 
@@ -120,10 +125,10 @@ def _find_turn_end_tokens(files: dict[str, bytes]) -> list[int]:
     """Return the token with which the chat template ends an answer, if it has no other meaning."""
     if TOKENIZER_FILE not in files:
         return []
-    named = json.loads(files.get(_SPECIAL_NAMES, b"{}")) | json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
-    if (template := read_chat_templates(files, named).default) is None:
+    settings = _read_tokenizer_settings(files)
+    if (template := read_chat_templates(files, settings).default) is None:
         return []
-    tokens = {name: text for name in _NAMED if (text := read_token_text(named.get(name))) is not None}
+    tokens = {name: text for name in _NAMED if (text := read_token_text(settings.get(name))) is not None}
     after = find_text_after_answer(template, tokens)
     added = json.loads(files[TOKENIZER_FILE]).get("added_tokens") or ()
     ends = [(token["content"], int(token["id"])) for token in added if token.get("special")]
@@ -201,10 +206,17 @@ def _find_token_ids(files: dict[str, bytes]) -> dict[str, int]:
     """Return the ids of the special tokens in the tokenizer's settings, as `eos_token_id`."""
     if TOKENIZER_FILE not in files:
         return {}
-    named = json.loads(files.get(_SPECIAL_NAMES, b"{}")) | json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+    settings = _read_tokenizer_settings(files)
     ids = {text: number for number, text in read_vocabulary(files[TOKENIZER_FILE]).items()}
-    texts = {name: read_token_text(named.get(name)) for name in _NAMED}
+    texts = {name: read_token_text(settings.get(name)) for name in _NAMED}
     return {f"{name}_id": int(ids[text]) for name, text in texts.items() if text is not None and text in ids}
+
+
+def _read_tokenizer_settings(files: dict[str, bytes]) -> dict[str, Any]:
+    """Return the special tokens and the other settings of a tokenizer."""
+    settings: dict[str, Any] = json.loads(files.get(_SPECIAL_NAMES, b"{}"))
+    settings |= json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+    return settings
 
 
 def _encode_json(document: dict[str, Any]) -> bytes:

@@ -22,15 +22,15 @@ T = TypeVar("T")
 M = TypeVar("M", bound=MessageModel)
 
 
-def create_write_error(error: OSError, where: str) -> StorageError:
+def create_write_error(error: OSError, location: str) -> StorageError:
     """Return the error for an artifact that cannot be written."""
     if error.errno in FULL:
         advice = "free space and start again, what is complete is not written again"
     elif error.errno in FORBIDDEN:
-        advice = f"{explain_forbidden(error.errno, where)}, or name another place"
+        advice = f"{explain_forbidden(error.errno, location)}, or name another place"
     else:
         advice = "look at the store and start again, what is complete is not written again"
-    return StorageError(f"artifact {where}: cannot be written ({error.strerror or error}): {advice}")
+    return StorageError(f"artifact {location}: cannot be written ({error.strerror or error}): {advice}")
 
 
 class ArtifactStore:

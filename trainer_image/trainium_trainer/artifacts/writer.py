@@ -85,7 +85,7 @@ def write_artifact(
     if started.done is not None:
         heartbeat(1.0)
         return started.done
-    files = writer.write_files(started.writers)
+    files = writer.list_files(started.writers)
     missing = [file for file in files if file.name not in started.receipts]
     written = gather_results(peers, lambda: writer.write(missing[peers.rank :: peers.size]))
     receipts = started.receipts | {entry.name: entry for entries in written for entry in entries}
@@ -136,7 +136,7 @@ class _FolderState:
     receipts: dict[str, ArtifactFile] = field(default_factory=dict)
     """The receipts of complete data files."""
     done: ArtifactManifest | None = None
-    """Whether the artifact is complete."""
+    """The manifest of a complete artifact."""
 
 
 class _Writer:
@@ -147,8 +147,8 @@ class _Writer:
         self._store = store
         self._heartbeat = heartbeat
 
-    def write_files(self, writers: int) -> tuple[PlannedFile, ...]:
-        """Return the data files."""
+    def list_files(self, writers: int) -> tuple[PlannedFile, ...]:
+        """Return the data files as `writers` ranks divide them."""
         artifact_plan = self._artifact_plan
         return plan_files(
             artifact_plan.sizes,
@@ -168,8 +168,8 @@ class _Writer:
         if done is not None and done.identity == artifact_plan.identity:
             self._remove_leftovers()
             return _FolderState(writers, done=done)
-        ours = plan is not None and plan.identity == artifact_plan.identity
-        if done is not None or not (ours or is_free(store)):
+        is_same_plan = plan is not None and plan.identity == artifact_plan.identity
+        if done is not None or not (is_same_plan or is_free(store)):
             raise UserError(f"{store.location} is not empty: name a folder that does not exist yet")
         store.remove_drafts()  # partial files of a killed writer may fill the store
         if plan is None:
@@ -178,7 +178,7 @@ class _Writer:
             return _FolderState(writers)
         complete = [
             file
-            for file in self.write_files(plan.writers)
+            for file in self.list_files(plan.writers)
             if file.name in stored and stored[file.name].size == file.size
         ]
         receipts = [store.read_message(format_receipt_name(file.name), ArtifactFile) for file in complete]

@@ -78,11 +78,8 @@ def _prepare_texts(sources: Sequence[str], output: Path, config: DataConfig, bos
     from trainium_trainer.data.prepared.text_sources import TextInputs  # noqa: PLC0415
     from trainium_trainer.data.sources.resolve import SourceSpec  # noqa: PLC0415
     from trainium_trainer.data.tokens.encoding import train_for_texts  # noqa: PLC0415
-    from trainium_trainer.data.tokens.tokenizer import (  # noqa: PLC0415
-        count_entries,
-        find_document_bos_prefix,
-        find_tokenizer_file,
-    )
+    from trainium_trainer.data.tokens.special_tokens import find_document_bos_prefix  # noqa: PLC0415
+    from trainium_trainer.data.tokens.tokenizer import count_entries, find_tokenizer_file  # noqa: PLC0415
 
     specs = tuple(SourceSpec(name, config.text_field).pin() for name in sources)
     with use_cache(find_cache_directory(config)) as cache:

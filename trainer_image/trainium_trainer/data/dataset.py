@@ -31,10 +31,10 @@ from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedDat
 from trainium_trainer.data.prepared.text_sources import TextSources
 from trainium_trainer.data.sources.files import is_in_store
 from trainium_trainer.data.sources.resolve import find_validation_source, list_sources
+from trainium_trainer.data.tokens.special_tokens import find_document_bos_prefix
 from trainium_trainer.data.tokens.tokenizer import (
     CHAT_TEMPLATE_SETTING,
     count_entries,
-    find_document_bos_prefix,
     find_end_of_document,
     find_tokenizer_file,
     hash_tokenizer,
@@ -100,40 +100,63 @@ def open_data(
     cache folder cannot be used, missing data are built on this node's disk. Raises UserError for unusable data,
     StorageError for a store that is full or fails.
     """
-    filled = 1 if steps_differ else global_size
-    if config.format is not DataFormat.TEXT:
-        examples = run_with_cache(
-            config, lambda cache: open_examples(config, cache, filled, epochs=epochs, progress=progress)
-        )
-        template = None
-        if config.examples.chat.template is not None:
-            template = examples.sources[0].recipe.chat_templates.default
-        return Dataset(
-            examples.training, examples.validation, examples.identity, examples.tokenizer, examples.report, template
-        )
+    epoch_batch = None
+    if epochs:
+        epoch_batch = 1 if steps_differ else global_size
 
-    def open_text(cache: Path) -> Dataset:
+    def open_with(cache: Path) -> Dataset:
+        if config.format is not DataFormat.TEXT:
+            return _open_records(config, cache, epoch_batch, progress)
         texts = TextSources.open(config, cache)
-        tokenizer = texts.tokenizer
-        rules = SampleRules(
-            sequence_length=config.sequence_length,
-            vocabulary=count_entries(tokenizer),
-            end_of_document=find_end_of_document(tokenizer) if config.mask_documents else None,
-        )
-        training: Samples | Streams
         if _tokenizes_online(texts, epochs=epochs > 0, steps_differ=steps_differ):
-            training, held_back, facts = open_streams(texts, rules, global_size)
-        else:
-            tokens = [texts.open_tokens(text_source, progress) for text_source in texts.sources]
-            training_parts, held_back = _divide(texts, tokens)
-            batch = filled if epochs else None
-            training = _build_samples(config, training_parts, rules, texts.weights, batch)
-            facts = {"tokens": [prepared.manifest.identity for prepared in tokens]}
-            if batch is not None:
-                facts["epochs"] = batch
-        return Dataset(training, _build_validation(texts, held_back, rules), _compute_identity(texts, facts), tokenizer)
+            training, held_back, facts = open_streams(texts, _create_rules(texts), global_size)
+            return _create_text_dataset(texts, training, held_back, facts)
+        return _open_tokens(texts, epoch_batch, progress)
 
-    return run_with_cache(config, open_text)
+    return run_with_cache(config, open_with)
+
+
+def _open_records(
+    config: DataConfig, cache: Path, epoch_batch: int | None, progress: Callable[[BuildProgress], None] | None
+) -> Dataset:
+    """Open records as examples."""
+    examples = open_examples(config, cache, epoch_batch, progress)
+    template = None
+    if config.examples.chat.template is not None:
+        template = examples.sources[0].recipe.chat_templates.default
+    return Dataset(
+        examples.training, examples.validation, examples.identity, examples.tokenizer, examples.report, template
+    )
+
+
+def _open_tokens(
+    texts: TextSources, epoch_batch: int | None, progress: Callable[[BuildProgress], None] | None
+) -> Dataset:
+    """Open text that is tokenized before training."""
+    tokens = [texts.open_tokens(text_source, progress) for text_source in texts.sources]
+    sources, held_back = _divide(texts, tokens)
+    training = _build_samples(texts, sources, epoch_batch)
+    facts: dict[str, Any] = {"tokens": [prepared.manifest.identity for prepared in tokens]}
+    if epoch_batch is not None:
+        facts["epochs"] = epoch_batch
+    return _create_text_dataset(texts, training, held_back, facts)
+
+
+def _create_rules(texts: TextSources) -> SampleRules:
+    config, tokenizer = texts.config, texts.tokenizer
+    return SampleRules(
+        sequence_length=config.sequence_length,
+        vocabulary=count_entries(tokenizer),
+        end_of_document=find_end_of_document(tokenizer) if config.mask_documents else None,
+    )
+
+
+def _create_text_dataset(
+    texts: TextSources, training: Samples | Streams, held_back: list[TextSampleSource], facts: dict[str, Any]
+) -> Dataset:
+    """Return the dataset of a text; `facts` determine the training samples."""
+    validation = _build_validation(texts, held_back, training.rules)
+    return Dataset(training, validation, _compute_identity(texts, facts), texts.tokenizer)
 
 
 def open_run_data(config: TrainingConfig, progress: Callable[[BuildProgress], None] | None = None) -> Dataset:
@@ -240,10 +263,9 @@ def _divide(
     return list(map(TextSampleSource, names, training)), list(map(TextSampleSource, names, held_back))
 
 
-def _build_samples(
-    config: DataConfig, sources: list[TextSampleSource], rules: SampleRules, weights: list[float], batch: int | None
-) -> Samples:
-    if batch is not None:
+def _build_samples(texts: TextSources, sources: list[TextSampleSource], epoch_batch: int | None) -> Samples:
+    config, weights = texts.config, texts.weights
+    if epoch_batch is not None:
         refuse_weights(weights)
     for source in sources:
         if source.sequence.tokens - 1 < config.sequence_length:
@@ -251,7 +273,7 @@ def _build_samples(
                 f"data.source {source.name}: holds {source.sequence.tokens} tokens to train on, fewer than one "
                 f"sequence of {config.sequence_length} and its next token: add text or lower data.sequenceLength"
             )
-    return Samples(sources, weights, seed=config.seed, rules=rules, epoch_batch=batch)
+    return Samples(sources, weights, seed=config.seed, rules=_create_rules(texts), epoch_batch=epoch_batch)
 
 
 def _build_validation(texts: TextSources, sources: list[TextSampleSource], rules: SampleRules) -> ValidationSet | None:

@@ -125,22 +125,24 @@ class RunRevisions:
         record = _Record(commits=self._commits, files=files, date=self._date)
         if record == self._known:
             return
-        where = f"{self._storage.location}/{RECORD_NAME}"
+        location = f"{self._storage.location}/{RECORD_NAME}"
         data = record.model_dump_json(by_alias=True).encode()
         try:
-            Retry(self._retry.delays[:1], self._retry.sleep).run(lambda: self._storage.write(RECORD_NAME, data), where)
+            Retry(self._retry.delays[:1], self._retry.sleep).run(
+                lambda: self._storage.write(RECORD_NAME, data), location
+            )
         except StorageError as error:
             _log.warning("%s: the next start asks the hub for its data sets again", error)
 
     def _read(self) -> _Record:
-        where = f"{self._storage.location}/{RECORD_NAME}"
-        data = self._retry.run(lambda: read_small(self._storage, RECORD_NAME), where)
+        location = f"{self._storage.location}/{RECORD_NAME}"
+        data = self._retry.run(lambda: read_small(self._storage, RECORD_NAME), location)
         try:
             return _Record() if data is None else _Record.model_validate_json(data)
         except ValidationError as error:
             raise UserError(
-                f"{where}: cannot be read, and names the commits of the hub that the run reads: restore the file, or "
-                "remove it and set data.hub.revision to the commit"
+                f"{location}: cannot be read, and names the commits of the hub that the run reads: restore the file, "
+                "or remove it and set data.hub.revision to the commit"
             ) from error
 
     def _pin_name(self, name: str) -> str:

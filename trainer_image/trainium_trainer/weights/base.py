@@ -131,7 +131,7 @@ def _refuse_misfits(folder: ModelFolder) -> None:
 
     Other tensors, such as those of layers that `config.json` no longer counts, are left out with a warning.
     """
-    where, tensors = folder.source.where, folder.tensors
+    label, tensors = folder.source.label, folder.tensors
     sizes = parameter_sizes(folder.shape)
     if missing := [name for name in sizes if name not in tensors]:
         advice = "copy or fetch the folder again"
@@ -139,28 +139,28 @@ def _refuse_misfits(folder: ModelFolder) -> None:
             advice = f"{fused}: save the model with separate projections"
         elif missing == [HEAD]:
             advice = "save the model with it, as AutoModelForCausalLM does, or set tie_word_embeddings in config.json"
-        raise UserError(f"{where}: the files lack {list_some(missing)}: {advice}")
+        raise UserError(f"{label}: the files lack {list_some(missing)}: {advice}")
     names = sizes.keys() | {HEAD}
     strange = [name for name in tensors if name not in names and not name.endswith(_BUFFERS)]
     modules, layers = {find_parent_module(name) for name in sizes}, range(folder.shape.num_layers)
     owners = tuple(f"model.layers.{number}." for number in layers)
     if wrong := [name for name in strange if name.startswith(owners) or find_parent_module(name) in modules]:
         raise UserError(
-            f"{where}: the files hold {list_some(wrong)}, for which a model as config.json describes it has no place: "
+            f"{label}: the files hold {list_some(wrong)}, for which a model as config.json describes it has no place: "
             "use the folder as transformers saved it"
         )
     if strange:
-        _log.warning("%s: no part of the model that config.json describes, so left out: %s", where, list_some(strange))
+        _log.warning("%s: no part of the model that config.json describes, so left out: %s", label, list_some(strange))
     for name in [*sizes, *({HEAD} & tensors.keys() - sizes.keys())]:
         expected = sizes.get(name, sizes[EMBEDDING])
         stored = tensors[name]
         if stored.dtype not in TORCH_TYPES:
             raise UserError(
-                f"{where}: {name} is stored as {stored.dtype}, but weights must be {', '.join(TORCH_TYPES)}: use the "
+                f"{label}: {name} is stored as {stored.dtype}, but weights must be {', '.join(TORCH_TYPES)}: use the "
                 "model as it was before it was quantised"
             )
         if stored.shape != expected:
             raise UserError(
-                f"{where}: {name} has the size {list(stored.shape)}, but config.json describes {list(expected)}: the "
+                f"{label}: {name} has the size {list(stored.shape)}, but config.json describes {list(expected)}: the "
                 "two do not belong together, copy or fetch the folder again"
             )

@@ -45,8 +45,8 @@ def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
     """
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for this command
 
-    about = Repository("fetch-model", name, revision=revision)
-    info = _ask_hub(lambda: create_client().model_info(name, revision=revision), about)
+    repository = Repository("fetch-model", name, revision=revision)
+    info = _ask_hub(lambda: create_client().model_info(name, revision=revision), repository)
     present = [sibling.rfilename for sibling in info.siblings or ()]
     files = [file for file in present if file in _WANTED]
     weights = next((file for file in (WHOLE_NAME, INDEX_NAME) if file in present), None)
@@ -62,7 +62,7 @@ def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
                 token=find_token(),
                 endpoint=find_endpoint(),
             ),
-            about,
+            repository,
         )
 
     def read_document(file: str) -> dict[str, Any]:
@@ -110,14 +110,14 @@ def _refuse_without_weights(name: str, present: list[str], weights: str | None) 
         )
 
 
-def _ask_hub(request: Callable[[], T], about: Repository) -> T:
+def _ask_hub(request: Callable[[], T], repository: Repository) -> T:
     """Return the hub's response. Raises UserError, and StorageError also if the folder cannot be written."""
     try:
-        return call_hub(request, about)
+        return call_hub(request, repository)
     except OSError as error:
         if error.errno is None:
             raise
         advice = explain_forbidden(error.errno) if error.errno in FORBIDDEN else "free space"
         raise StorageError(
-            f"{about.where}: cannot be written ({error.strerror}): {advice}, or name another folder by --output"
+            f"{repository.where}: cannot be written ({error.strerror}): {advice}, or name another folder by --output"
         ) from error

@@ -114,13 +114,13 @@ def read_config(source: WeightsSource, sizes: dict[str, int]) -> dict[str, Any]:
     """Read `config.json`. Raises UserError if it is missing, not JSON, or of a quantised model."""
     if CONFIG_NAME not in sizes:
         raise UnreadableError(
-            f"{source.where}: has no {CONFIG_NAME}: name a folder that holds one beside the safetensors"
+            f"{source.label}: has no {CONFIG_NAME}: name a folder that holds one beside the safetensors"
         )
     document = read_document(source, CONFIG_NAME)
     if document.get("quantization_config"):
         kind = document["quantization_config"].get("quant_method", "some method")
         raise UserError(
-            f"{source.where}: is quantised ({kind}), and what is rounded to a few bits can neither be trained nor "
+            f"{source.label}: is quantised ({kind}), and what is rounded to a few bits can neither be trained nor "
             "merged into: use the model as it was before"
         )
     return document
@@ -142,38 +142,38 @@ def read_tensors(
             return parse_header(bytes(text), name, size, metadata)
     except (ValueError, DamagedFileError) as error:
         reason = error if isinstance(error, ValueError) else "ends too early"
-        raise UserError(f"{source.where}: {name} {reason}: copy or fetch the file again") from error
+        raise UserError(f"{source.label}: {name} {reason}: copy or fetch the file again") from error
 
 
 def _read_shape(document: dict[str, Any], source: WeightsSource) -> ModelShape:
-    return parse_shape(document, f"{source.where}: {CONFIG_NAME}")
+    return parse_shape(document, f"{source.label}: {CONFIG_NAME}")
 
 
 def _list_tensors(source: WeightsSource, sizes: dict[str, int]) -> dict[str, FileTensor]:
     if WHOLE_NAME in sizes:
         return read_tensors(source, WHOLE_NAME, sizes[WHOLE_NAME])
     if INDEX_NAME not in sizes:
-        raise UserError(f"{source.where}: {_explain_missing_index(sizes)}")
-    file_of_tensor = read_weight_map(read_document(source, INDEX_NAME), source.where)
+        raise UserError(f"{source.label}: {_explain_missing_index(sizes)}")
+    file_of_tensor = read_weight_map(read_document(source, INDEX_NAME), source.label)
     files = sorted(set(file_of_tensor.values()))
     for folder in sorted({file.rpartition("/")[0] for file in files} - {""}):
         sizes = sizes | {f"{folder}/{name}": size for name, size in source.list_sizes(folder).items()}
     if missing := [file for file in files if file not in sizes]:
         raise UserError(
-            f"{source.where}: {INDEX_NAME} names {list_some(missing)}, which {_is(missing)} not there: copy or fetch "
+            f"{source.label}: {INDEX_NAME} names {list_some(missing)}, which {_is(missing)} not there: copy or fetch "
             f"{_them(missing)}"
         )
     # As transformers, this reads what the files hold: the map may be older than a file that was written again.
     return {name: stored for file in files for name, stored in read_tensors(source, file, sizes[file]).items()}
 
 
-def read_weight_map(index: dict[str, Any], where: str) -> dict[str, str]:
+def read_weight_map(index: dict[str, Any], label: str) -> dict[str, str]:
     """Return the file of each tensor from the index. Raises UserError if the index has no such map."""
     file_of_tensor = index.get("weight_map")
     if not isinstance(file_of_tensor, dict) or not all(isinstance(file, str) for file in file_of_tensor.values()):
-        raise UserError(f"{where}: {INDEX_NAME} has no weight_map: copy or fetch the file again")
+        raise UserError(f"{label}: {INDEX_NAME} has no weight_map: copy or fetch the file again")
     if outside := [file for file in file_of_tensor.values() if file.startswith("/") or ".." in file.split("/")]:
-        raise UserError(f"{where}: {INDEX_NAME} names {outside[0]}, which is outside of the folder: use another model")
+        raise UserError(f"{label}: {INDEX_NAME} names {outside[0]}, which is outside of the folder: use another model")
     return file_of_tensor
 
 
@@ -200,9 +200,9 @@ def read_document(source: WeightsSource, name: str) -> dict[str, Any]:
     try:
         document = json.loads(source.read(name))
     except ValueError as error:
-        raise UserError(f"{source.where}: {name} is not valid JSON: copy or fetch the file again") from error
+        raise UserError(f"{source.label}: {name} is not valid JSON: copy or fetch the file again") from error
     if not isinstance(document, dict):
-        raise UserError(f"{source.where}: {name} holds no fields: copy or fetch the file again")
+        raise UserError(f"{source.label}: {name} holds no fields: copy or fetch the file again")
     return document
 
 

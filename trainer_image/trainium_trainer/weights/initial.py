@@ -46,12 +46,12 @@ class InitialWeights:
     @property
     def digests(self) -> dict[str, str]:
         """The digests of the initial weights, by the names of the settings that must not change."""
-        named: dict[str, BaseWeights | AdapterWeights | None] = {
+        by_name: dict[str, BaseWeights | AdapterWeights | None] = {
             "weights": self.base,
             "adapter": self.adapter,
             "reference": self.reference,
         }
-        return {name: weights.digest for name, weights in named.items() if weights is not None}
+        return {name: weights.digest for name, weights in by_name.items() if weights is not None}
 
     @property
     def fingerprint(self) -> int:
@@ -71,11 +71,11 @@ def _open_reference(tuning: TuningConfig, shape: ModelShape, base: BaseWeights |
     field = "tuning.objective.reference"
     reference = BaseWeights.open(objective.reference, field=field)
     initial = shape if base is None else base.shape
-    ours, other = shape.vocab_size - shape.vocab_padding, reference.shape.vocab_size
-    if other not in (ours, initial.vocab_size):
+    vocabulary, other = shape.vocab_size - shape.vocab_padding, reference.shape.vocab_size
+    if other not in (vocabulary, initial.vocab_size):
         raise UserError(
-            f"{field} {objective.reference}: has a vocabulary of {other:,} tokens, but the trained model has {ours:,}"
-            ": use a reference with the same tokenizer"
+            f"{field} {objective.reference}: has a vocabulary of {other:,} tokens, but the trained model has "
+            f"{vocabulary:,}: use a reference with the same tokenizer"
         )
     if replace(reference.shape, vocab_size=0, vocab_padding=0) != replace(initial, vocab_size=0, vocab_padding=0):
         raise UserError(

@@ -36,8 +36,8 @@ class WeightsSource:
     Files are read, not memory-mapped, so that a truncated file is an error and not a signal.
     """
 
-    def __init__(self, storage: Storage, where: str, *, remote: bool) -> None:
-        self.where = where
+    def __init__(self, storage: Storage, label: str, *, remote: bool) -> None:
+        self.label = label
         """The beginning of every message: the setting and its value."""
         self._storage = storage
         self._remote = remote
@@ -46,7 +46,7 @@ class WeightsSource:
         """Return the size of each file in the folder or one level below. Raises UserError for an empty prefix."""
         sizes = {entry.name: entry.size for entry in self._list_files(folder)}
         if self._remote and not sizes and not folder:
-            raise UnreadableError(f"{self.where}: there is nothing below this prefix: correct it")
+            raise UnreadableError(f"{self.label}: there is nothing below this prefix: correct it")
         return sizes
 
     def list_versions(self, names: Collection[str]) -> list[tuple[str, int, float]]:
@@ -58,12 +58,12 @@ class WeightsSource:
         return [(name, files[name].size, files[name].modified) for name in sorted(names) if name in files]
 
     def _list_files(self, folder: str) -> list[Entry]:
-        entries = Retry().run(lambda: self._storage.list(folder), self.where, _create_read_error)
+        entries = Retry().run(lambda: self._storage.list(folder), self.label, _create_read_error)
         return [entry for entry in entries if not entry.is_folder]
 
     def read(self, name: str) -> bytes:
         """Read a small file."""
-        return Retry().run(lambda: self._storage.read(name), self.where, _create_read_error)
+        return Retry().run(lambda: self._storage.read(name), self.label, _create_read_error)
 
     @contextmanager
     def read_range(self, name: str, start: int, length: int) -> Iterator[memoryview]:
@@ -73,7 +73,7 @@ class WeightsSource:
 
         def fetch(at: int) -> None:
             part = view[at : at + size]
-            Retry().run(lambda: self._storage.read_into(name, start + at, part), self.where, _create_read_error)
+            Retry().run(lambda: self._storage.read_into(name, start + at, part), self.label, _create_read_error)
 
         if length <= size:
             fetch(0)
@@ -86,20 +86,20 @@ class WeightsSource:
 
 def open_source(location: str, field: str) -> WeightsSource:
     """Open the folder or URL of the setting `field`. Raises UserError if there is no such folder."""
-    where = f"{field} {location}"
+    label = f"{field} {location}"
     if is_address(location):
-        return WeightsSource(open_storage(location), where, remote=True)
+        return WeightsSource(open_storage(location), label, remote=True)
     folder = Path(location).expanduser()
     if folder.is_dir():
-        return WeightsSource(open_storage(str(folder)), where, remote=False)
+        return WeightsSource(open_storage(str(folder)), label, remote=False)
     if folder.exists():
-        raise UserError(f"{where}: is a file: name the folder that holds it and its config.json")
+        raise UserError(f"{label}: is a file: name the folder that holds it and its config.json")
     if _may_be_on_the_hub(location):
         raise UserError(
-            f"{where}: there is no such folder; if it is a name on the hub, fetch it first: `trainium-trainer "
+            f"{label}: there is no such folder; if it is a name on the hub, fetch it first: `trainium-trainer "
             f"fetch-model {location} --output DIR`, then name DIR"
         )
-    raise UnreadableError(f"{where}: there is no such folder: correct the path, or mount it in every worker")
+    raise UnreadableError(f"{label}: there is no such folder: correct the path, or mount it in every worker")
 
 
 def _may_be_on_the_hub(location: str) -> bool:
@@ -108,6 +108,6 @@ def _may_be_on_the_hub(location: str) -> bool:
     return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts) and "://" not in location
 
 
-def _create_read_error(error: OSError, where: str) -> StorageError:
+def _create_read_error(error: OSError, label: str) -> StorageError:
     reason = error.strerror or error
-    return StorageError(f"{where}: cannot be read ({reason}): look at the store and at its permissions")
+    return StorageError(f"{label}: cannot be read ({reason}): look at the store and at its permissions")

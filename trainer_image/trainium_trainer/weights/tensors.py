@@ -141,7 +141,7 @@ def fill_box(
             beyond = target.narrow(0, stored_rows, target.shape[0] - stored_rows)
             beyond.copy_(row_beyond().narrow(0, offsets[1], target.shape[1]).expand_as(beyond))
     except DamagedFileError as error:
-        raise UserError(f"{source.where}: {error}: copy or fetch the file again") from error
+        raise UserError(f"{source.label}: {error}: copy or fetch the file again") from error
 
 
 def are_equal(
@@ -172,10 +172,10 @@ def compute_mean_row(source: WeightsSource, stored: FileTensor) -> Tensor:
     return (total / stored.shape[0]).float()
 
 
-def check_box(name: str, whole: tuple[float, ...], offsets: tuple[int, ...], size: tuple[int, ...]) -> None:
+def check_box(name: str, limits: tuple[float, ...], offsets: tuple[int, ...], size: tuple[int, ...]) -> None:
     """Raise ValueError unless the box of `size` at `offsets` is within a tensor of the size `whole`."""
-    if not len(whole) == len(offsets) == len(size):
-        raise ValueError(f"{name} has {len(whole)} dimensions")
+    if not len(limits) == len(offsets) == len(size):
+        raise ValueError(f"{name} has {len(limits)} dimensions")
     ends = [begin + length for begin, length in zip(offsets, size, strict=True)]
-    if min(offsets) < 0 or any(end > limit for end, limit in zip(ends, whole, strict=True)):
-        raise ValueError(f"the box at {offsets} of size {size} is not within {name}, {whole}")
+    if min(offsets) < 0 or any(end > limit for end, limit in zip(ends, limits, strict=True)):
+        raise ValueError(f"the box at {offsets} of size {size} is not within {name}, {limits}")

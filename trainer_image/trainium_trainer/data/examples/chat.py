@@ -26,7 +26,7 @@ from trainium_trainer.data.examples.conversation import (
     Conversation,
     Marks,
 )
-from trainium_trainer.data.examples.templates import (
+from trainium_trainer.data.examples.record_format import (
     BadRecordError,
     Example,
     GuardedText,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from trainium_trainer.data.sources.documents import Record
-    from trainium_trainer.data.tokens.tokenizer import ChatTemplates, SpecialTokens
+    from trainium_trainer.data.tokens.special_tokens import ChatTemplates, SpecialTokens
 
 
 _ASSISTANT = "assistant"
@@ -67,13 +67,13 @@ class ChatFormat(RecordFormat):
         special: SpecialTokens,
         guard: SpecialTokenGuard,
         field: str,
-        where: str,
+        template_name: str,
         date: str | None = None,
     ) -> None:
         """Compile the templates, with the date for those that ask for one. Raises UserError."""
         super().__init__(guard)
         self.field = field
-        self._where = where
+        self._template_name = template_name
         self._chosen = templates
         texts = {template for template in astuple(templates) if template is not None}
         self._words = frozenset(re.findall(r"\w+", " ".join(texts)))
@@ -89,7 +89,7 @@ class ChatFormat(RecordFormat):
         except Exception as error:
             line = getattr(error, "lineno", None)
             at = f" line {line}" if line else ""
-            raise UserError(f"{where}{at}: is no chat template ({error}): correct it") from error
+            raise UserError(f"{template_name}{at}: is no chat template ({error}): correct it") from error
 
     def build_examples(self, record: Record) -> tuple[Example, ...]:
         """Build the example of a record's messages."""
@@ -223,7 +223,7 @@ class ChatFormat(RecordFormat):
         """Render messages; `marks` are the characters of `Marks`. Raises BadRecordError."""
         chosen = self._chosen.choose_template(tools)
         if chosen is None:
-            raise BadRecordError(f"has no tools, but {self._where} is only for conversations with tools")
+            raise BadRecordError(f"has no tools, but {self._template_name} is only for conversations with tools")
         variables = self._variables | {_MARKS: marks}
         inputs = {"tools": tools, "documents": None, "add_generation_prompt": prompt}
         try:
@@ -234,7 +234,7 @@ class ChatFormat(RecordFormat):
                 nulls = [{"content": None, **message} for message in messages]
                 return self.render(nulls, tools, marks, prompt=prompt)
             raise BadRecordError(
-                f"the chat template refuses the messages ({_format_template_error(error, self._where)}"
+                f"the chat template refuses the messages ({_format_template_error(error, self._template_name)}"
             ) from error
         return text
 
@@ -259,13 +259,13 @@ def _from_json(value: Any) -> Any:
         return None
 
 
-def _format_template_error(error: Exception, where: str) -> str:
+def _format_template_error(error: Exception, template_name: str) -> str:
     """Format the error that a template raised, with its line."""
     from jinja2 import TemplateError  # noqa: PLC0415 - only chats pay for it
 
     kind = "" if isinstance(error, (TemplateError, TypeError)) else f"{type(error).__name__}: "
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-    return f"{kind}{error})" + (f" in line {lines[-1]} of {where}" if lines else "")
+    return f"{kind}{error})" + (f" in line {lines[-1]} of {template_name}" if lines else "")
 
 
 def find_control_tokens(template: str, specials: Iterable[str], variables: Mapping[str, str]) -> set[str]:

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.data.examples.templates import BadRecordError, GuardedText, Range, SpecialTokenGuard
+from trainium_trainer.data.examples.record_format import BadRecordError, GuardedText, Range, SpecialTokenGuard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -70,7 +70,7 @@ class Marks:
         return self.names.sub(lambda match: self._mark_of(match.group()), value) if isinstance(value, str) else value
 
     def _mark_of(self, token: str) -> str:
-        mark = next((mark for mark, known in self._tokens.items() if known == token), None) or self._take()
+        mark = next((mark for mark, known_token in self._tokens.items() if known_token == token), None) or self._take()
         self._tokens[mark] = token
         return mark
 
@@ -137,8 +137,8 @@ class Conversation:
             marked = self.apply(changed, self.tools, self.marks.characters, prompt=False)
         except BadRecordError:
             return None
-        before, found, after = self.marks.resolve(marked).text.partition(self.marks.probe)
-        return (before, after) if found else None
+        before, probe, after = self.marks.resolve(marked).text.partition(self.marks.probe)
+        return (before, after) if probe else None
 
     def _find_start(self, number: int, text: str, around: tuple[str, str] | None) -> int:
         """Return the end of the prompt or, where a prompt ends otherwise, of the message's header; -1 if unknown.
@@ -158,10 +158,10 @@ class Conversation:
         earlier = self._render_part(number)
         if prompt is None or earlier is None or not prompt.startswith(earlier):
             return len(header)
-        asked = prompt[len(earlier) :]
-        position = header.rfind(asked, header.rfind(question) + len(question)) if asked and question else -1
+        opening = prompt[len(earlier) :]
+        position = header.rfind(opening, header.rfind(question) + len(question)) if opening and question else -1
         if position >= 0:
-            return position + len(asked)
+            return position + len(opening)
         common = count_common(prompt, text)
         opened = text.startswith(earlier) and common > len(earlier) and END_OF_REASONING in header[common:]
         return common if opened else len(header)

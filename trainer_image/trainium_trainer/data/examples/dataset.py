@@ -21,9 +21,10 @@ from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_trainer.data.batches.samples import SampleRules, Samples, ValidationSet, refuse_weights
 from trainium_trainer.data.examples.conversation import END_OF_REASONING
 from trainium_trainer.data.examples.recipe import FORMAT, Recipe, build_recipe
+from trainium_trainer.data.examples.record_filter import RecordFilter
+from trainium_trainer.data.examples.record_format import BadRecordError
 from trainium_trainer.data.examples.sample_sources import ExampleSampleSource, PairSampleSource
 from trainium_trainer.data.examples.store import BLOCK_BYTES, ExampleInputs, StoredExamples
-from trainium_trainer.data.examples.templates import BadRecordError, RecordFilter
 from trainium_trainer.data.prepared.build import build_in_cache
 from trainium_trainer.data.prepared.text_sources import find_prepared_folder
 from trainium_trainer.data.sources.documents import Record
@@ -72,7 +73,7 @@ class DataReport:
     def format_line(self) -> str:
         """Format the report as one line."""
         parts = [f"{self.examples:,} examples of {self.counts.records:,} records"]
-        named = (
+        outcomes = (
             (self.counts.filtered, "filtered"),
             (self.counts.left_out, "left out by the function"),
             (self.skipped, "skipped"),
@@ -80,7 +81,7 @@ class DataReport:
             (self.counts.cut, "cut"),
             (self.held_back, "held back"),
         )
-        parts += [f"{count:,} {name}" for count, name in named if count]
+        parts += [f"{count:,} {name}" for count, name in outcomes if count]
         parts.append(f"{self.sequences:,} sequences with {self.occupancy:.1%} of their positions used")
         return ", ".join(parts)
 
@@ -149,21 +150,18 @@ class ExampleDataset:
 def open_examples(
     config: DataConfig,
     cache: Path,
-    global_size: int,
-    *,
-    epochs: float = 0.0,
+    epoch_batch: int | None = None,
     progress: Callable[[BuildProgress], None] | None = None,
 ) -> ExampleDataset:
-    """Open the examples for batches of `global_size` samples; encode those that are not in the cache first.
+    """Open the examples; encode those that are not in the cache first.
 
-    Raises UserError or StorageError.
+    `epoch_batch`: see `Samples`. Raises UserError or StorageError.
     """
     _refuse_unsupported(config, cache)
     tokenizer = find_tokenizer(config, cache)
     sources = open_sources(config, tokenizer, cache, progress)
     weights = [source.recipe.spec.weight for source in sources]
-    batch = global_size if epochs else None
-    if batch is not None:
+    if epoch_batch is not None:
         refuse_weights(weights)
     rules = SampleRules(
         sequence_length=config.sequence_length,
@@ -179,7 +177,7 @@ def open_examples(
             raise UserError(
                 f"data.source {sample_source.name}: all of its examples are held back: lower data.validation.fraction"
             )
-    training = Samples(sample_sources, weights, seed=config.seed, rules=rules, epoch_batch=batch)
+    training = Samples(sample_sources, weights, seed=config.seed, rules=rules, epoch_batch=epoch_batch)
     validation = None
     if config.validation is not None:
         if find_validation_source(config) is not None:
@@ -193,7 +191,7 @@ def open_examples(
             rules=rules,
         )
         validation = ValidationSet(held_back, config.validation.samples)
-    identity = _compute_identity(config, sources, tokenizer, batch)
+    identity = _compute_identity(config, sources, tokenizer, epoch_batch)
     return ExampleDataset(training, validation, identity, tokenizer, _report(config, sources, training), tuple(sources))
 
 
@@ -304,7 +302,9 @@ def _find_held_back_examples(config: DataConfig, stored: StoredExamples) -> NDAr
     return select_held_back(stored.records, validation.fraction)
 
 
-def _compute_identity(config: DataConfig, sources: Sequence[ExampleSource], tokenizer: Path, batch: int | None) -> str:
+def _compute_identity(
+    config: DataConfig, sources: Sequence[ExampleSource], tokenizer: Path, epoch_batch: int | None
+) -> str:
     """Return a digest of everything on which the stream of samples depends.
 
     The digests of the encoded examples cover their inputs (records, templates, filter, loss, function).
@@ -319,7 +319,7 @@ def _compute_identity(config: DataConfig, sources: Sequence[ExampleSource], toke
         "validation": [fraction, validation.split] if validation is not None and fraction is not None else None,
         "packing": config.examples.packing,
         "masks": config.masked,
-        "epochs": batch,
+        "epochs": epoch_batch,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

@@ -24,24 +24,13 @@ import numpy as np
 
 from trainium_contract.trainer.examples import LossOn, TooLong
 from trainium_trainer.data.examples.conversation import count_common
-from trainium_trainer.data.examples.templates import (
-    BadRecordError,
-    Example,
-    GuardedText,
-    Range,
-    RecordFilter,
-    drop_nulls,
-)
+from trainium_trainer.data.examples.record_filter import RecordFilter
+from trainium_trainer.data.examples.record_format import BadRecordError, Example, GuardedText, Range, drop_nulls
 from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record, SkippedRecord
 from trainium_trainer.data.sources.files import read_with_retries
 from trainium_trainer.data.tokens.encoding import ExampleColumns, RecordCounts, TokenBlock, choose_token_type
-from trainium_trainer.data.tokens.tokenizer import (
-    SpecialTokens,
-    count_entries,
-    find_bos_prefix,
-    find_end_of_document,
-    load_tokenizer,
-)
+from trainium_trainer.data.tokens.special_tokens import SpecialTokens, find_bos_prefix
+from trainium_trainer.data.tokens.tokenizer import count_entries, find_end_of_document, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -311,7 +300,7 @@ class ExampleEncoder:
     ) -> Iterator[tuple[Example, int]]:
         """Yield each example with the hash of its record; count the other records in `block`."""
         counts, matches = block.counts, RecordFilter(self._recipe.config.where)
-        counts.found = matches.found
+        counts.found = matches.seen_values
         all_fields = dict.fromkeys(name for item in items if isinstance(item, Record) for name in item.fields)
         for item in items:
             if isinstance(item, SkippedRecord):

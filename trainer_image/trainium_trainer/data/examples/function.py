@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trainium_trainer.data.examples.chat import ChatFormat, require_chat
-from trainium_trainer.data.examples.templates import (
+from trainium_trainer.data.examples.record_format import (
     BadRecordError,
     Example,
     GuardedText,

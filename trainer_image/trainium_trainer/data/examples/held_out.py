@@ -16,8 +16,8 @@ from trainium_trainer.data.cache import run_with_cache
 from trainium_trainer.data.examples.dataset import ExampleSource, find_tokenizer, open_validation_sources
 from trainium_trainer.data.examples.encoding import ExampleEncoder, KeptExample
 from trainium_trainer.data.examples.recipe import build_recipe
+from trainium_trainer.data.examples.record_format import BadRecordError, GuardedText, build_pair
 from trainium_trainer.data.examples.store import BLOCK_BYTES
-from trainium_trainer.data.examples.templates import BadRecordError, GuardedText, build_pair
 from trainium_trainer.data.sources.resolve import list_sources
 from trainium_trainer.exits import UserError
 

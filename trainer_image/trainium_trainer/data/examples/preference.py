@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainium_trainer.data.examples.chat import ChatFormat, require_chat
-from trainium_trainer.data.examples.templates import (
+from trainium_trainer.data.examples.record_format import (
     BadRecordError,
     Example,
     GuardedText,

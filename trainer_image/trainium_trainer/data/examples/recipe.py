@@ -18,21 +18,10 @@ from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
 from trainium_trainer.data.examples.chat import CLOCK, ChatFormat, find_control_tokens, read_today
 from trainium_trainer.data.examples.function import MESSAGES, FunctionFormat, digest_of_function
 from trainium_trainer.data.examples.preference import PreferenceFormat
-from trainium_trainer.data.examples.templates import (
-    ClassificationFormat,
-    InstructionFormat,
-    RecordFormat,
-    SpecialTokenGuard,
-    Templates,
-    find_templates,
-)
-from trainium_trainer.data.tokens.tokenizer import (
-    ChatTemplates,
-    SpecialTokens,
-    find_tokenizer_file,
-    hash_tokenizer,
-    read_special_tokens,
-)
+from trainium_trainer.data.examples.record_format import RecordFormat, SpecialTokenGuard
+from trainium_trainer.data.examples.templates import ClassificationFormat, InstructionFormat, Templates, find_templates
+from trainium_trainer.data.tokens.special_tokens import ChatTemplates, SpecialTokens, read_special_tokens
+from trainium_trainer.data.tokens.tokenizer import find_tokenizer_file, hash_tokenizer
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -84,13 +73,15 @@ class Recipe:
             return InstructionFormat(self.templates, guard)
         if self.format is DataFormat.CLASSIFICATION:
             return ClassificationFormat(config.classification, guard)
-        chats, field, where = self.format is DataFormat.CHAT, MESSAGES, "the chat template"
+        chats, field, setting = self.format is DataFormat.CHAT, MESSAGES, "the chat template"
         if chats:
-            field, named = config.chat.messages_field, config.chat.template
-            where = f"data.examples.chat.template {named}" if named else "the tokenizer's chat template"
+            field, template_file = config.chat.messages_field, config.chat.template
+            setting = (
+                f"data.examples.chat.template {template_file}" if template_file else "the tokenizer's chat template"
+            )
         templates = self.chat_templates
         chat = (
-            ChatFormat(templates, self.special, guard, field, where, self.date)
+            ChatFormat(templates, self.special, guard, field, setting, self.date)
             if templates != ChatTemplates()
             else None
         )
@@ -149,8 +140,8 @@ def build_recipe(config: DataConfig, spec: SourceSpec, tokenizer: Path | None) -
             "tokenizer of a model that was tuned for chats in data.tokenizer.path"
         )
     instruction = config.format is DataFormat.INSTRUCTION
-    where = "data.examples.template"
-    templates = find_templates(examples.template, spec.name) if instruction else Templates(None, None, where)
+    setting = "data.examples.template"
+    templates = find_templates(examples.template, spec.name) if instruction else Templates(None, None, setting)
     return Recipe(
         spec=replace(spec.pin(), text_field=""),
         format=config.format,

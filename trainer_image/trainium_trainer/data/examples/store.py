@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_trainer.data.examples.encoding import ExampleEncoder
-from trainium_trainer.data.examples.templates import explain_empty_filter
+from trainium_trainer.data.examples.record_filter import explain_empty_filter
 from trainium_trainer.data.prepared.build import BuildInputs
 from trainium_trainer.data.prepared.reader import PreparedData, PreparedManifest, from_arrow
 from trainium_trainer.exits import UserError

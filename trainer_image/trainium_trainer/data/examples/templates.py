@@ -1,174 +1,40 @@
-"""Turn records into the text of examples with templates, and refuse records that cannot be used.
-
-Guarantees:
-- The text of an example is the model's only input from the record.
-- The learned parts are marked as ranges of the text, so that only the tokenizer decides where tokens begin.
-- A record with half a surrogate pair, which JSON can hold, is refused.
-"""
+"""Build examples with templates: formats Instruction and Classification."""
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
-import re
 import string
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+from trainium_trainer.data.examples.record_format import (
+    MAX_NAMES,
+    BadRecordError,
+    Example,
+    GuardedText,
+    RecordFormat,
+    SpecialTokenGuard,
+    build_pair,
+    convert_to_text,
+    list_fields,
+)
 from trainium_trainer.data.sources.files import HUB, S3, read_s3_file, read_with_retries
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from trainium_contract.trainer.examples import ClassificationConfig, TemplateConfig
     from trainium_trainer.data.sources.documents import Record
-
-
-class BadRecordError(Exception):
-    """A record cannot be used; the text is the reason, without the location."""
-
-
-Range: TypeAlias = tuple[int, int]
-"""Start and end in a text."""
-
-
-@dataclass(frozen=True, slots=True)
-class GuardedText:
-    """A text, and the ranges of it that are encoded as text though they have the form of special tokens."""
-
-    text: str
-    plain: tuple[Range, ...] = ()
-
-    def __add__(self, other: GuardedText) -> GuardedText:
-        shift = len(self.text)
-        return GuardedText(
-            self.text + other.text, (*self.plain, *((start + shift, end + shift) for start, end in other.plain))
-        )
-
-    def slice_text(self, start: int = 0, end: int | None = None) -> GuardedText:
-        """Return the text between two positions, neither of which is within a special token."""
-        ranges = [(a - start, b - start) for a, b in self.plain if a >= start and (end is None or b <= end)]
-        return GuardedText(self.text[start:end], tuple(ranges))
-
-    def iterate_pieces(self) -> Iterator[tuple[int, str, bool]]:
-        """Yield the position and the text of each piece, and whether its special tokens are encoded as text."""
-        position = 0
-        for start, end in (*self.plain, (len(self.text), len(self.text))):
-            if start > position:
-                yield position, self.text[position:start], False
-            if end > start:
-                yield start, self.text[start:end], True
-            position = end
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A prompt and its answer, or a whole conversation."""
-
-    guarded: GuardedText
-    answers: tuple[Range, ...]
-    """The ranges of the text that the model learns to generate; at least one."""
-    label: str | None = None
-    """The name of the class."""
-    from_chat_template: bool = False
-    """Whether a chat template wrote the BOS prefix and the ends of the text; else the tokenizer's are added."""
-    encoded_whole: bool = False
-    """Whether prompt and answer are encoded together, so that a token across the border belongs to the answer."""
-    unused: tuple[str, ...] = ()
-    """The parts of the record that the text should have and has not."""
-
-    def __post_init__(self) -> None:
-        try:
-            self.text.encode()
-        except UnicodeEncodeError as error:
-            raise BadRecordError("holds half a surrogate pair, which is no character: correct the line") from error
-
-    @property
-    def text(self) -> str:
-        """The whole text."""
-        return self.guarded.text
-
-    @property
-    def prompt(self) -> GuardedText:
-        """The text before the last answer."""
-        return self.guarded.slice_text(0, self.answers[-1][0])
-
-    @property
-    def answer(self) -> str:
-        """The last answer."""
-        start, end = self.answers[-1]
-        return self.text[start:end]
-
-
-def drop_nulls(value: Any) -> Any:
-    """Return a value without null keys of dictionaries, with which tables fill in missing keys."""
-    if isinstance(value, dict):
-        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
-    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def build_pair(prompt: GuardedText, answer: GuardedText, label: str | None = None) -> Example:
-    """Return an example of one prompt and one answer. Raises BadRecordError for an empty answer."""
-    if not answer.text.strip():
-        raise BadRecordError("the answer is empty: give it one, or leave the record out with data.examples.where")
-    border = len(prompt.text)
-    return Example(prompt + answer, ((border, border + len(answer.text)),), label)
-
-
-_MAX_NAMES = 8
-
-
-class SpecialTokenGuard:
-    """Keeps special tokens in a text of the data from being recognized as special."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        longest_first = sorted(set(names), key=lambda name: (-len(name), name))
-        self.names = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        """Matches a guarded special token, and nothing without one."""
-
-    def protect(self, text: str) -> GuardedText:
-        """Return a text of the data, whose special tokens are encoded as text."""
-        return GuardedText(text, tuple(match.span() for match in self.names.finditer(text)))
-
-
-class RecordFormat(ABC):
-    """Builds examples from records in one data.format."""
-
-    width = 1
-    """The number of examples per record: two for a pair of answers."""
-
-    def __init__(self, guard: SpecialTokenGuard) -> None:
-        self.guard = guard
-
-    @abstractmethod
-    def build_examples(self, record: Record) -> tuple[Example, ...]:
-        """Return the examples of a record; empty if the function leaves it out. Raises BadRecordError, UserError."""
-
-    @abstractmethod
-    def render_prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
-        """Return the prompt of a record without an answer, and whether it includes its BOS prefix.
-
-        Raises BadRecordError, UserError.
-        """
-
-    @abstractmethod
-    def record_of_prompt(self, text: str) -> dict[str, Any]:
-        """Build a record that has only `text` as its prompt. Raises UserError if a prompt needs several fields."""
-
-    @abstractmethod
-    def find_unused_fields(self, fields: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the fields of a record on which no example depends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
     """A text with placeholders for fields."""
 
-    where: str
+    setting: str
     """The name in the configuration or file, for messages."""
     parts: tuple[tuple[str, str | None], ...]
     """Literal texts, each with the field that follows it."""
@@ -182,91 +48,35 @@ class Template:
         """Render the text for a record. Raises BadRecordError when a field is missing."""
         if self.fields and all(record.get(field, "") is None for field in self.fields):
             names = " and ".join(map(repr, self.fields))
-            raise BadRecordError(f"has nothing under {names}, which {self.where} names: give it a value")
+            raise BadRecordError(f"has nothing under {names}, which {self.setting} names: give it a value")
         text = GuardedText("")
         for literal, field in self.parts:
             text += GuardedText(literal)
             if field is not None:
-                text += guard.protect(read_field(record, field, self.where))
+                text += guard.protect(read_field(record, field, self.setting))
         return text
 
 
-def parse_template(text: str, where: str) -> Template:
+def parse_template(text: str, setting: str) -> Template:
     """Parse a template. Raises UserError."""
     try:
         parts = list(string.Formatter().parse(text))
     except ValueError as error:
-        raise UserError(f"{where}: {error}: write {{{{ and }}}} for braces that are no field") from error
+        raise UserError(f"{setting}: {error}: write {{{{ and }}}} for braces that are no field") from error
     for _, field, form, conversion in parts:
         if field is not None and (not field or form or conversion):
             raise UserError(
-                f"{where}: {{{field}{'!' + conversion if conversion else ''}{':' + form if form else ''}}} is no plain "
-                "field: write {name of a field}, and {{ and }} for braces"
+                f"{setting}: {{{field}{'!' + conversion if conversion else ''}{':' + form if form else ''}}} is no "
+                "plain field: write {name of a field}, and {{ and }} for braces"
             )
-    return Template(where, tuple((literal, field) for literal, field, _, _ in parts))
+    return Template(setting, tuple((literal, field) for literal, field, _, _ in parts))
 
 
-def read_field(record: Mapping[str, Any], field: str, where: str) -> str:
+def read_field(record: Mapping[str, Any], field: str, setting: str) -> str:
     """Return a field's value as text; a null is empty. Raises BadRecordError if the field is missing."""
     if field not in record:
-        raise BadRecordError(f"has no field {field!r}, which {where} names ({list_fields(record, field)})")
+        raise BadRecordError(f"has no field {field!r}, which {setting} names ({list_fields(record, field)})")
     return convert_to_text(record[field])
-
-
-def convert_to_text(value: Any) -> str:
-    """Return a value as text, JSON unless it is a text."""
-    if isinstance(value, str):
-        return value
-    return "" if value is None else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def list_fields(record: Mapping[str, Any], wanted: str) -> str:
-    """List the fields of a record for a message, the most similar name first."""
-    if not record:
-        return "it has none: every record is a JSON object or a row"
-    near = difflib.get_close_matches(wanted, list(record), 1)
-    names = [*near, *(name for name in record if name not in near)][:_MAX_NAMES]
-    return f"it has {', '.join(map(repr, names))}" + (", ..." if len(record) > _MAX_NAMES else "")
-
-
-_MAX_REMEMBERED_VALUES = 8
-
-
-class RecordFilter:
-    """Decides which records are kept, and records values of the others for the error if none is kept."""
-
-    def __init__(self, wanted: Mapping[str, str]) -> None:
-        self._wanted = wanted
-        self.found: dict[str, dict[str, None]] = {}
-        """Some values of the fields of the filter."""
-
-    def __call__(self, record: Mapping[str, Any]) -> bool:
-        """Return whether a record is kept."""
-        fits = True
-        for field, value in self._wanted.items():
-            if field not in record:
-                fits = False
-                continue
-            text = convert_to_text(record[field])
-            seen = self.found.setdefault(field, {})
-            if len(seen) < _MAX_REMEMBERED_VALUES:
-                seen[text[:80]] = None
-            fits = fits and text == value
-        return fits
-
-
-def explain_empty_filter(wanted: Mapping[str, str], found: Mapping[str, Mapping[str, None]], records: int) -> str:
-    """Return the reason why no record is kept."""
-    for field, value in wanted.items():
-        if field not in found:
-            return f"none of the {records:,} records has the field {field!r}: correct data.examples.where"
-        if value not in found[field]:
-            values = ", ".join(found[field])
-            return (
-                f"of the {records:,} records none has {field}: {value} (found: {values}): correct data.examples.where"
-            )
-    pairs = ", ".join(f"{field}: {value}" for field, value in wanted.items())
-    return f"of the {records:,} records none has {pairs} at once: correct data.examples.where"
 
 
 TEMPLATE_FILE = "template.json"
@@ -282,7 +92,7 @@ class Templates:
 
     prompt: str | None
     completion: str | None
-    where: str
+    setting: str
     """Their location, for messages."""
 
 
@@ -320,10 +130,10 @@ class InstructionFormat(_TemplateFormat):
     def __init__(self, templates: Templates, guard: SpecialTokenGuard) -> None:
         """Check the templates. Raises UserError."""
         super().__init__(guard)
-        name = f"{templates.where}.prompt"
+        name = f"{templates.setting}.prompt"
         self._prompt = parse_template(templates.prompt or _WITH_CONTEXT, name)
         self._short = parse_template(_WITHOUT_CONTEXT, name) if templates.prompt is None else None
-        self._completion = parse_template(templates.completion or _COMPLETION, f"{templates.where}.completion")
+        self._completion = parse_template(templates.completion or _COMPLETION, f"{templates.setting}.completion")
         self.fields = frozenset((*self._prompt.fields, *self._completion.fields))
 
     def build_examples(self, record: Record) -> tuple[Example, ...]:
@@ -424,7 +234,7 @@ class ClassificationFormat(_TemplateFormat):
         number = int(value) if isinstance(value, bool) else _parse_integer(text)
         if number is not None and 0 <= number < len(labels):
             return labels[number]
-        classes = ", ".join(labels[:_MAX_NAMES]) + (", ..." if len(labels) > _MAX_NAMES else "")
+        classes = ", ".join(labels[:MAX_NAMES]) + (", ..." if len(labels) > MAX_NAMES else "")
         raise BadRecordError(f"the label {text!r} is neither one of {_WHERE}.labels ({classes}) nor the number of one")
 
 

@@ -25,7 +25,12 @@ import torch
 from torch import distributed as dist
 
 from trainium_trainer.data.batches.samples import Sample, SampleReader, Share, TextSample
-from trainium_trainer.data.online.stream_shards import StreamedBlock, ShardSamples, initialize_shards, read_shard_samples
+from trainium_trainer.data.online.stream_shards import (
+    ShardSamples,
+    StreamedBlock,
+    initialize_shards,
+    read_shard_samples,
+)
 from trainium_trainer.data.sources.documents import refuse_skipped, refuse_skipped_share
 from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import PeerLostError, StorageError, UserError

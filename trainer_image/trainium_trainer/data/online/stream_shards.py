@@ -24,7 +24,7 @@ from trainium_trainer.data.batches.order import Mixture, find_shuffled_item
 from trainium_trainer.data.prepared.reader import PreparedData, divide_file_checks
 from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, SkippedRecord
 from trainium_trainer.data.tokens.encoding import DocumentEncoder, select_held_back
-from trainium_trainer.data.tokens.tokenizer import NO_BOS_PREFIX, BosPrefix
+from trainium_trainer.data.tokens.special_tokens import NO_BOS_PREFIX, BosPrefix
 from trainium_trainer.exits import UserError
 from trainium_worker.data import Permutation
 

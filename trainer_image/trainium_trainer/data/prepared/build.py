@@ -36,7 +36,8 @@ from trainium_trainer.data.prepared.reader import (
 from trainium_trainer.data.prepared.shard_writer import MAX_EXAMPLES, ShardWriter
 from trainium_trainer.data.sources.documents import refuse_skipped, refuse_skipped_share
 from trainium_trainer.data.tokens.encoding import TokenBlock, choose_token_type, list_blocks
-from trainium_trainer.data.tokens.tokenizer import NO_BOS_PREFIX, BosPrefix, hash_tokenizer
+from trainium_trainer.data.tokens.special_tokens import NO_BOS_PREFIX, BosPrefix
+from trainium_trainer.data.tokens.tokenizer import hash_tokenizer
 from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import UserError
 

@@ -19,13 +19,11 @@ from trainium_trainer.data.prepared.s3_copy import copy_from_s3
 from trainium_trainer.data.sources.files import S3
 from trainium_trainer.data.sources.resolve import SourceSpec, list_sources
 from trainium_trainer.data.tokens.encoding import DocumentEncoder, train_for_texts
+from trainium_trainer.data.tokens.special_tokens import NO_BOS_PREFIX, BosPrefix, find_document_bos_prefix
 from trainium_trainer.data.tokens.tokenizer import (
-    NO_BOS_PREFIX,
     TOKENIZER_FILE,
-    BosPrefix,
     count_entries,
     end_facts,
-    find_document_bos_prefix,
     find_tokenizer_file,
     hash_tokenizer,
     write_tokenizer,

@@ -296,8 +296,8 @@ def _find_remote(name: str) -> list[DataFile]:
     files = []
     for info in read_with_retries(name, lambda: list(listed())):
         parts = tuple(info.path.removeprefix(path).strip("/").split("/"))
-        wanted = _matches(info.path, pattern) if pattern else _is_data_file(parts)
-        if info.type == fs.FileType.File and (wanted or info.path == path):
+        is_wanted = _matches(info.path, pattern) if pattern else _is_data_file(parts)
+        if info.type == fs.FileType.File and (is_wanted or info.path == path):
             relative = "/".join(parts) or info.base_name
             files.append(DataFile(info.path, info.size, str(info.mtime_ns), relative, S3))
     if not files:

@@ -184,8 +184,8 @@ def _read_cached_list(cached_file: Path) -> list[tuple[str, int, str]] | None:
 
 
 def _find_files(config: HubConfig) -> list[tuple[str, int, str]]:
-    about = _open_repository(config)
-    call_hub(lambda: create_client().auth_check(config.dataset, repo_type="dataset"), about)
+    repository = _open_repository(config)
+    call_hub(lambda: create_client().auth_check(config.dataset, repo_type="dataset"), repository)
     files = _list_split_files(config)
     infos: dict[str, Any] = {}
     for first in range(0, len(files), _FILES_AT_ONCE):
@@ -194,7 +194,7 @@ def _find_files(config: HubConfig) -> list[tuple[str, int, str]]:
             lambda some=some: create_client().get_paths_info(  # type: ignore[misc]
                 config.dataset, some, revision=config.revision, repo_type="dataset"
             ),
-            about,
+            repository,
         )
         infos |= {info.path: info for info in received}
     prefix = f"datasets/{config.dataset}@{config.revision}"
@@ -208,7 +208,7 @@ def _list_split_files(config: HubConfig) -> list[str]:
     """Return the paths of a split's files in the repository, as `datasets` resolves them. Raises UserError."""
     import datasets  # noqa: PLC0415 - takes two seconds, only for the first look
 
-    where = f"data.hub {config.dataset}"
+    setting = f"data.hub {config.dataset}"
     name = f"{_DATASETS}{config.dataset}"  # not a local folder of that name
 
     def opened() -> Any:
@@ -222,16 +222,16 @@ def _list_split_files(config: HubConfig) -> list[str]:
         if "scripts" not in str(error):
             raise
         raise UserError(
-            f"{where}: is loaded by a script, which is not run: set data.hub.revision to refs/convert/parquet, the "
+            f"{setting}: is loaded by a script, which is not run: set data.hub.revision to refs/convert/parquet, the "
             "hub's conversion to Parquet, and data.hub.directory to the folder of a configuration there"
         ) from error
     except (ValueError, FileNotFoundError) as error:  # no such configuration, or no files of a known format
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{where}: {reason}: correct data.hub.name or data.hub.directory") from error
+        raise UserError(f"{setting}: {reason}: correct data.hub.name or data.hub.directory") from error
     splits = {str(split): list(files) for split, files in (builder.config.data_files or {}).items()}
     if config.split not in splits:
         available = ", ".join(splits) or "none"
-        raise UserError(f"{where}: has no split {config.split!r} (splits: {available}): correct data.hub.split")
+        raise UserError(f"{setting}: has no split {config.split!r} (splits: {available}): correct data.hub.split")
     plain = type(builder.config)()
     special = [
         field.name
@@ -240,7 +240,7 @@ def _list_split_files(config: HubConfig) -> list[str]:
     ]
     if special:
         raise UserError(
-            f"{where}: its files need special settings to be read ({', '.join(special)}), which are not known here: "
+            f"{setting}: its files need special settings to be read ({', '.join(special)}), which are not known here: "
             "set data.hub.revision to refs/convert/parquet, the hub's conversion to Parquet"
         )
     return [str(file).partition(f"@{config.revision}/")[2] for file in splits[config.split]]
@@ -277,7 +277,7 @@ class HubFile(io.RawIOBase):
 
         repository, _, rest = path.removeprefix("datasets/").partition("@")
         revision, _, file = rest.partition("/")
-        self._about = Repository("data.hub", repository, "data set", revision, "correct data.hub.revision")
+        self._repository = Repository("data.hub", repository, "data set", revision, "correct data.hub.revision")
         self._url = hf_hub_url(repository, file, repo_type="dataset", revision=revision, endpoint=find_endpoint())
         self._size, self._position = size, 0
 
@@ -301,9 +301,9 @@ class HubFile(io.RawIOBase):
         end = min(self._position + len(view), self._size)
         if end <= self._position:
             return 0
-        data = call_hub(lambda: self._fetch(self._position, end), self._about)
+        data = call_hub(lambda: self._fetch(self._position, end), self._repository)
         if len(data) != end - self._position:
-            raise StorageError(f"{self._about.where}: the hub sent {len(data)} bytes of {end - self._position}")
+            raise StorageError(f"{self._repository.where}: the hub sent {len(data)} bytes of {end - self._position}")
         view[: len(data)] = data
         self._position = end
         return len(data)

@@ -22,11 +22,10 @@ import numpy as np
 from trainium_trainer.data.cache import create_once
 from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, SkippedRecord, TextPiece
 from trainium_trainer.data.sources.files import read_with_retries
+from trainium_trainer.data.tokens.special_tokens import NO_BOS_PREFIX, BosPrefix
 from trainium_trainer.data.tokens.tokenizer import (
     END_OF_DOCUMENT,
-    NO_BOS_PREFIX,
     TOKENIZER_FILE,
-    BosPrefix,
     count_entries,
     find_end_of_document,
     load_tokenizer,

@@ -1,4 +1,4 @@
-"""Read a tokenizer's folder, its special tokens and the end and the BOS prefix of its documents.
+"""Read a tokenizer's folder and the end of its documents.
 
 A folder has `tokenizer.json` and the files with special tokens, added tokens and chat template that `transformers`
 reads.
@@ -6,7 +6,6 @@ reads.
 Guarantees:
 - Tokens that only `tokenizer_config.json` or `added_tokens.json` adds get the ids that `transformers` gives them.
 - A special token within a text is encoded as text, so that the end-of-document token occurs nowhere else.
-- Special tokens of `tokenizer_config.json` must be entries of the tokenizer; otherwise the folder is refused.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ import functools
 import hashlib
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.addresses import is_address
-from trainium_contract.trainer.data import BosToken, TokenizerConfig
 from trainium_trainer.exits import UnreadableError, UserError
 from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Container, Mapping
 
     from tokenizers import Tokenizer
+
+    from trainium_contract.trainer.data import TokenizerConfig
 
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -42,11 +41,11 @@ TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 TEMPLATE_FILES = (TEMPLATE_FILE, TOOL_TEMPLATE_FILE)
 CHAT_TEMPLATE_SETTING = "chatTemplate"
 """The setting of a run with the template of data.examples.chat.template, which its artifacts get."""
-_PROCESSOR_TEMPLATE_FILE = "chat_template.json"
+PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tiktoken.model", "tekken.json", "vocab.json")
 """The files of a tokenizer that transformers converts."""
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-_END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -60,8 +59,8 @@ def find_tokenizer_file(config: TokenizerConfig) -> Path:
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if file.is_file():
         return file
-    if path.is_dir() and (way_out := explain_conversion(path)):
-        raise UserError(f"data.tokenizer.path {config.path}: {way_out}")
+    if path.is_dir() and (advice := explain_conversion(path)):
+        raise UserError(f"data.tokenizer.path {config.path}: {advice}")
     raise UnreadableError(
         f"data.tokenizer.path {config.path}: there is no {TOKENIZER_FILE}: correct the path or leave it out"
     )
@@ -76,10 +75,10 @@ def _copy_from_store(address: str) -> Path:
     """
     folder = address.removesuffix(f"/{TOKENIZER_FILE}")
     storage, retry = open_storage(folder), Retry()
-    wanted = (TOKENIZER_FILE, CONFIG_FILE, _ADDED_FILE, _MAP_FILE, *TEMPLATE_FILES)
+    names = (TOKENIZER_FILE, CONFIG_FILE, _ADDED_FILE, _MAP_FILE, *TEMPLATE_FILES)
     contents = {
         name: data
-        for name in wanted
+        for name in names
         if (data := retry.run(lambda name=name: read_small(storage, name), folder)) is not None  # type: ignore[misc]
     }
     digest = hashlib.sha256(repr(sorted(contents.items())).encode()).hexdigest()[:32]
@@ -107,7 +106,7 @@ def read_tokenizer(file: Path) -> dict[str, Any]:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
         added = list(document.get("added_tokens") or ())
-        entries = _list_entries(document)
+        entries = list_entries(document)
         if not entries:
             raise ValueError("no entries")  # noqa: TRY301 - one sentence for all that is wrong with it
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -130,7 +129,7 @@ def read_tokenizer(file: Path) -> dict[str, Any]:
 
 def _read_settings_tokens(file: Path) -> list[dict[str, Any]]:
     """Return the tokens that `tokenizer_config.json` or, in older folders, `added_tokens.json` adds, by their ids."""
-    config = _read_json(file.with_name(CONFIG_FILE))
+    config = read_json(file.with_name(CONFIG_FILE))
     listed = config.get("added_tokens_decoder")
     if isinstance(listed, dict) and listed:
         tokens = {
@@ -139,10 +138,10 @@ def _read_settings_tokens(file: Path) -> list[dict[str, Any]]:
             if str(number).isdecimal() and isinstance(token, dict) and token.get("content")
         }
     else:
-        special = {text for _, text in _list_special_names(file)}
+        special = {text for _, text in list_special_names(file)}
         tokens = {
             number: {"content": text, "normalized": text not in special, "special": text in special}
-            for text, number in _read_json(file.with_name(_ADDED_FILE)).items()
+            for text, number in read_json(file.with_name(_ADDED_FILE)).items()
             if isinstance(number, int)
         }
     return [
@@ -153,7 +152,7 @@ def _read_settings_tokens(file: Path) -> list[dict[str, Any]]:
 
 def _read_extra_special(file: Path) -> list[dict[str, Any]]:
     """Return the additional special tokens of the settings, which `transformers` adds too."""
-    config, names = _read_json(file.with_name(CONFIG_FILE)), _read_json(file.with_name(_MAP_FILE))
+    config, names = read_json(file.with_name(CONFIG_FILE)), read_json(file.with_name(_MAP_FILE))
     texts: dict[str, None] = {}
     for key in ("additional_special_tokens", "extra_special_tokens"):
         listed = config.get(key, names.get(key))
@@ -163,7 +162,8 @@ def _read_extra_special(file: Path) -> list[dict[str, Any]]:
     return [{"content": text} | {flag: flag == "special" for flag in _TOKEN_FLAGS} for text in texts]
 
 
-def _list_entries(document: Mapping[str, Any]) -> dict[int, str]:
+def list_entries(document: Mapping[str, Any]) -> dict[int, str]:
+    """Return the entries of the contents of a `tokenizer.json` by id."""
     vocabulary = document["model"].get("vocab") or {}
     ids = vocabulary if isinstance(vocabulary, dict) else {piece[0]: number for number, piece in enumerate(vocabulary)}
     entries = {int(number): str(text) for text, number in ids.items()}
@@ -172,12 +172,12 @@ def _list_entries(document: Mapping[str, Any]) -> dict[int, str]:
 
 def read_vocabulary(file: bytes) -> dict[int, str]:
     """Return the entries of a `tokenizer.json` by id."""
-    return _list_entries(json.loads(file))
+    return list_entries(json.loads(file))
 
 
 def count_entries(file: Path) -> int:
     """Count the entries of a tokenizer from its JSON. Raises UserError for an unusable file."""
-    return max(_list_entries(read_tokenizer(file))) + 1
+    return max(list_entries(read_tokenizer(file))) + 1
 
 
 def hash_tokenizer(file: Path) -> str:
@@ -223,114 +223,17 @@ def write_tokenizer(file: Path) -> dict[str, str]:
     text = file.read_text(encoding="utf-8")
     document = read_tokenizer(file)
     files = {TOKENIZER_FILE: text if document == json.loads(text) else json.dumps(document, ensure_ascii=False)}
-    if (name := find_end_token(file)) not in _END_NAMES:
+    if (name := find_end_token(file)) not in END_NAMES:
         files[CONFIG_FILE] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name})
     return files
 
 
-# ---- the end of a document ------------------------------------------------------------------------------------------
+# ---- the other files of the folder ----------------------------------------------------------------------------------
 
 
-def find_known_end_token(vocabulary: Container[str]) -> str | None:
-    """Return a vocabulary's well-known end-of-document token; None if it has none."""
-    return next((name for name in _END_NAMES if name in vocabulary), None)
-
-
-def find_end_token(file: Path) -> str:
-    """Return the end-of-document token: a well-known one, else the folder's EOS token. Raises UserError."""
-    entries = set(_list_entries(read_tokenizer(file)).values())
-    eos = dict(_list_special_names(file)).get("eos_token")
-    name = find_known_end_token(entries) or (eos if eos in entries else None)
-    if name is None:
-        raise UserError(
-            f"data.tokenizer.path {file}: no end-of-document token ({', '.join(_END_NAMES)}, or eos_token of the "
-            f"{CONFIG_FILE} beside it): add one to the vocabulary"
-        )
-    return name
-
-
-def find_end_of_document(file: Path) -> int:
-    """Return the id of the token that ends a document. Raises UserError."""
-    name = find_end_token(file)
-    return next(number for number, text in _list_entries(read_tokenizer(file)).items() if text == name)
-
-
-def end_facts(file: Path) -> dict[str, str]:
-    """Return the facts besides `tokenizer.json` on which documents depend: an end token that only its folder names."""
-    name = find_end_token(file)
-    return {} if name in _END_NAMES else {"end": name}
-
-
-# ---- special tokens and the chat template ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ChatTemplates:
-    """The chat templates of a tokenizer that `transformers` chooses by itself."""
-
-    default: str | None = None
-    tool_use: str | None = None
-    """The template for conversations with tools, if it is another."""
-
-    def choose_template(self, tools: object) -> str | None:
-        """Return the template for a conversation with these tools."""
-        return self.default if tools is None or self.tool_use is None else self.tool_use
-
-    def replace_in(self, files: dict[str, bytes]) -> None:
-        """Make these the templates of a tokenizer's files, which are given by name."""
-        for name in (TEMPLATE_FILE, TOOL_TEMPLATE_FILE, _PROCESSOR_TEMPLATE_FILE):
-            files.pop(name, None)
-        config = json.loads(files.get(CONFIG_FILE, b"{}"))
-        config.pop("chat_template", None)
-        named = {"default": self.default, "tool_use": self.tool_use}
-        if self.tool_use is not None:
-            config["chat_template"] = [{"name": name, "template": text} for name, text in named.items() if text]
-        elif self.default is not None:
-            files[TEMPLATE_FILE] = self.default.encode()
-        files[CONFIG_FILE] = (json.dumps(config, indent=2) + "\n").encode()
-
-
-@dataclass(frozen=True, slots=True)
-class SpecialTokens:
-    """The special tokens by name, as `bos_token`, and the chat templates."""
-
-    tokens: tuple[tuple[str, str], ...]
-    chat_templates: ChatTemplates = ChatTemplates()
-
-    def find_token(self, name: str) -> str | None:
-        """Return the token's text."""
-        return dict(self.tokens).get(name)
-
-    @property
-    def ends(self) -> frozenset[str]:
-        """The tokens with a name, and those that end documents by convention."""
-        return frozenset((*dict(self.tokens).values(), *_END_NAMES))
-
-
-def read_special_tokens(tokenizer: Path) -> SpecialTokens:
-    """Read the special tokens and templates of a `tokenizer.json`. Raises UserError for files that do not match it."""
-    names = _list_special_names(tokenizer)
-    _check_special(tokenizer, dict(names))
-    files = {name: file.read_bytes() for name in TEMPLATE_FILES if (file := tokenizer.parent / name).is_file()}
-    return SpecialTokens(names, read_chat_templates(files, _read_json(tokenizer.with_name(CONFIG_FILE))))
-
-
-def read_chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> ChatTemplates:
-    """Return the templates of separate files, given by name, or of `tokenizer_config.json`."""
-    default, tool_use = (files[name].decode() if name in files else None for name in TEMPLATE_FILES)
-    if default is not None or tool_use is not None:
-        return ChatTemplates(default, tool_use)
-    named = config.get("chat_template")
-    if isinstance(named, list):
-        named = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, dict)}
-    named = named if isinstance(named, dict) else {"default": named}
-    return ChatTemplates(
-        *(text if isinstance(text := named.get(name), str) else None for name in ("default", "tool_use"))
-    )
-
-
-def _list_special_names(tokenizer: Path) -> tuple[tuple[str, str], ...]:
-    config, names = _read_json(tokenizer.with_name(CONFIG_FILE)), _read_json(tokenizer.with_name(_MAP_FILE))
+def list_special_names(tokenizer: Path) -> tuple[tuple[str, str], ...]:
+    """Return the special tokens that the files beside a `tokenizer.json` name, as (`bos_token`, text)."""
+    config, names = read_json(tokenizer.with_name(CONFIG_FILE)), read_json(tokenizer.with_name(_MAP_FILE))
     by_name = {}
     for name in _NAMES:
         if (text := read_token_text(config.get(name, names.get(name)))) is not None:
@@ -344,7 +247,8 @@ def read_token_text(token: Any) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the fields of a file of a tokenizer's folder; none without the file. Raises UserError."""
     if not file.is_file():
         return {}
     try:
@@ -354,85 +258,34 @@ def _read_json(file: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _check_special(tokenizer: Path, tokens: dict[str, str]) -> None:
-    entries = set(_list_entries(read_tokenizer(tokenizer)).values()) if tokens else set()
-    for name in ("bos_token", "eos_token", "pad_token"):
-        if (text := tokens.get(name)) is not None and text not in entries:
-            raise UserError(
-                f"data.tokenizer.path {tokenizer}: has no entry for {name} {text!r} of the {CONFIG_FILE} beside it: "
-                "the two do not belong together, copy both from one model"
-            )
+# ---- the end of a document ------------------------------------------------------------------------------------------
 
 
-_PROBE = "a"
+def find_known_end_token(vocabulary: Container[str]) -> str | None:
+    """Return a vocabulary's well-known end-of-document token; None if it has none."""
+    return next((name for name in END_NAMES if name in vocabulary), None)
 
 
-@dataclass(frozen=True, slots=True)
-class BosPrefix:
-    """The tokens before a text."""
-
-    rule: BosToken = BosToken.AUTO
-    tokens: tuple[int, ...] = ()
-    """The ids before a text, which `Never` removes; empty if the tokenizer has no BOS token."""
-
-    def prepend_to(self, ids: Sequence[int], *, from_chat_template: bool = False) -> tuple[list[int], int]:
-        """Return the tokens of a text with its BOS prefix, and the length of the prefix.
-
-        `from_chat_template`: a chat template wrote the text, and with `Auto` the template decides.
-        """
-        tokens, size = list(ids), len(self.tokens)
-        has_prefix = size > 0 and tuple(tokens[:size]) == self.tokens
-        if self.rule is BosToken.NEVER:
-            return (tokens[size:] if has_prefix else tokens), 0
-        if has_prefix or (self.rule is BosToken.AUTO and from_chat_template):
-            return tokens, size if has_prefix else 0
-        return [*self.tokens, *tokens], size
-
-    def list_settings(self) -> list[object]:
-        """Return the facts on which samples depend; none for `Auto`."""
-        return [] if self.rule is BosToken.AUTO else [self.rule, *self.tokens]
-
-
-NO_BOS_PREFIX = BosPrefix()
-"""Running text with `Auto`: documents get no BOS token."""
-
-
-def find_bos_prefix(tokenizer: Tokenizer, file: Path, special: SpecialTokens, rule: BosToken) -> BosPrefix:
-    """Return the BOS prefix of examples. Raises UserError for a tokenizer that lacks the BOS token."""
-    leading = _find_leading_tokens(tokenizer)
-    if rule is BosToken.AUTO:
-        return BosPrefix(rule, leading)
-    name = special.find_token("bos_token")
-    number = tokenizer.token_to_id(name) if name is not None else None
-    tokens = leading if number is None or number in leading else (int(number),)
-    if rule is BosToken.ALWAYS and not tokens:
+def find_end_token(file: Path) -> str:
+    """Return the end-of-document token: a well-known one, else the folder's EOS token. Raises UserError."""
+    entries = set(list_entries(read_tokenizer(file)).values())
+    eos = dict(list_special_names(file)).get("eos_token")
+    name = find_known_end_token(entries) or (eos if eos in entries else None)
+    if name is None:
         raise UserError(
-            f"data.bos is Always, but the tokenizer {file} has no BOS token: set data.bos to Auto or Never, or name "
-            "bos_token in the tokenizer_config.json beside it"
+            f"data.tokenizer.path {file}: no end-of-document token ({', '.join(END_NAMES)}, or eos_token of the "
+            f"{CONFIG_FILE} beside it): add one to the vocabulary"
         )
-    return BosPrefix(rule, tokens)
+    return name
 
 
-def find_document_bos_prefix(rule: BosToken, file: Path) -> BosPrefix:
-    """Return the BOS prefix of documents. Raises UserError for a tokenizer that cannot have one."""
-    if rule is BosToken.AUTO:
-        return NO_BOS_PREFIX
-    tokenizer = load_tokenizer(file)
-    tokenizer.encode_special_tokens = False
-    bos_prefix = find_bos_prefix(tokenizer, file, read_special_tokens(file), rule)
-    if rule is BosToken.ALWAYS and find_end_of_document(file) in bos_prefix.tokens:
-        raise UserError(
-            f"data.bos is Always, but the BOS token of the tokenizer {file} also ends documents, so that one is "
-            "before every document but the first already: set data.bos to Auto"
-        )
-    return bos_prefix
+def find_end_of_document(file: Path) -> int:
+    """Return the id of the token that ends a document. Raises UserError."""
+    name = find_end_token(file)
+    return next(number for number, text in list_entries(read_tokenizer(file)).items() if text == name)
 
 
-def _find_leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that the tokenizer adds before a text."""
-    plain = tokenizer.encode(_PROBE, add_special_tokens=False).ids
-    ids = tokenizer.encode(_PROBE, add_special_tokens=True).ids
-    for start in range(len(ids) - len(plain) + 1):
-        if ids[start : start + len(plain)] == plain:
-            return tuple(ids[:start])
-    return ()
+def end_facts(file: Path) -> dict[str, str]:
+    """Return the facts besides `tokenizer.json` on which documents depend: an end token that only its folder names."""
+    name = find_end_token(file)
+    return {} if name in END_NAMES else {"end": name}

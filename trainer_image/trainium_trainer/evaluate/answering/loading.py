@@ -133,11 +133,11 @@ def _resize_and_check(network: Any, base: Path, adapter: Path) -> None:
         module, inner = matrix["module"], matrix["matrix"] == "A"
         if module not in widths:
             raise UserError(f"{adapter}: has weights for {module}, which {base} does not have: it is of another base")
-        wanted, width = widths[module][0 if inner else 1], size[1 if inner else 0]
-        if wanted != width:
+        expected, width = widths[module][0 if inner else 1], size[1 if inner else 0]
+        if expected != width:
             raise UserError(
-                f"{adapter}: is for a {module} of width {width}, but in {base} it has {wanted}: it is of another base, "
-                "give that with --base"
+                f"{adapter}: is for a {module} of width {width}, but in {base} it has {expected}: it is of another "
+                "base, give that with --base"
             )
     if made_for is not None and made_for != BaseWeights.open(str(base)).digest:
         raise UserError(f"{adapter}: was made for another base than {base}: give that with --base")
