@@ -247,8 +247,6 @@ def test_a_custom_prompt_is_built_as_in_training(tmp_path: Path, settings: DataC
     classification = make_config(tmp_path, tmp_path / "d.jsonl", format="Classification")
     with pytest.raises(UserError, match="needs the fields question, sentence: give a JSON object with them"):
         build_prompt(classification, "hello")
-    with pytest.raises(UserError, match=r"data.format is Text, which has no prompts and answers"):
-        build_prompt(make_config(tmp_path, tmp_path / "d.jsonl", format="Text"), "hello")
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -16,7 +16,7 @@ from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_contract.trainer.tuning import TuningConfig
-from trainium_trainer.artifacts.inputs import ArtifactInputs, infer_adapter_tuning
+from trainium_trainer.artifacts.inputs import ArtifactInputs, create_merge_inputs
 from trainium_trainer.artifacts.small_files import check_tokenizer, list_tokenizer_files
 from trainium_trainer.artifacts.store import ArtifactStore
 from trainium_trainer.artifacts.writer import write_artifact
@@ -105,7 +105,7 @@ def merge(
                 f"has {shape.vocab_size} rows, none for the new tokens: export the model of the run that made "
                 f"it, or take {TOKENIZER_FILE} out of the folder to keep the base's"
             )
-        artifact_plan = infer_adapter_tuning(tuned, weights, tokenizer).plan_artifact(
+        artifact_plan = create_merge_inputs(tuned, weights, tokenizer).plan_artifact(
             ArtifactKind.MODEL, precision, max_file_bytes
         )
         write_artifact(artifact_plan, ArtifactStore(str(folder)), Peers(0, 1), heartbeat=heartbeat)

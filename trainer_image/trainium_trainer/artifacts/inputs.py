@@ -199,8 +199,8 @@ class ArtifactInputs:
         return hash_json([FORMAT_VERSION, kind, dtype, self.step, self.source, base, self.seed, tuning, shape])
 
 
-def infer_adapter_tuning(adapter: AdapterWeights, base: BaseWeights, tokenizer: Path | None = None) -> ArtifactInputs:
-    """Return the tuning that an adapter of another program implies; its targets are the adapter's.
+def create_merge_inputs(adapter: AdapterWeights, base: BaseWeights, tokenizer: Path | None = None) -> ArtifactInputs:
+    """Return the inputs of merging an adapter of another program into its base, with the tuning that it implies.
 
     `tokenizer` is the adapter's `tokenizer.json`.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.tuning import LoraConfig
 
-_NOTHING: dict[str, Any] = {
+_UNUSED_FEATURES: dict[str, Any] = {
     "auto_mapping": None,
     "bias": "none",
     "exclude_modules": None,
@@ -43,7 +43,7 @@ def create_adapter_config(lora: LoraConfig, names: Collection[str], linears: Ite
     """
     modules = [name.removesuffix(f".{LORA_A}.weight") for name in names if name.endswith(f".{LORA_A}.weight")]
     saved_modules = list(dict.fromkeys(find_parent_module(name) for name in names if not is_adapter(name)))
-    config = _NOTHING | {
+    config = _UNUSED_FEATURES | {
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,

@@ -46,14 +46,14 @@ _WRAPPERS = re.compile(r"^module\.|\b_(?:orig_mod|fsdp_wrapped_module|checkpoint
 """Parts of names that torch adds to those of a compiled, divided or recomputed module."""
 
 
-def open_shape(location: str, *, field: str = SETTING) -> ModelShape:
-    """Read the shape of the model in a folder or below s3://bucket/prefix, of the setting `field`.
+def open_shape(location: str) -> ModelShape:
+    """Read the shape of the model in a folder or below s3://bucket/prefix, of `model.weights`.
 
     Raises UserError if there is no model that can be trained and StorageError if the store fails.
     """
-    source = open_source(location, field)
+    source = open_source(location, SETTING)
     shape = _read_shape(read_config(source, source.list_sizes()), source)
-    return ModelFolder.open(location, field=field).shape if shape.tie_embeddings else shape
+    return ModelFolder.open(location).shape if shape.tie_embeddings else shape
 
 
 @dataclass(frozen=True, slots=True)

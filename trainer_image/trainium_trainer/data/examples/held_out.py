@@ -67,11 +67,8 @@ class HeldOutExamples:
 def read_held_out(config: DataConfig, max_examples: int | None = None) -> HeldOutExamples:
     """Return at most `max_examples` of the examples that data.validation holds back, source by source, in order.
 
-    Raises UserError for data.format Text, for data without data.validation, and for unusable data; StorageError.
+    For every format but Text. Raises UserError for unusable data, and StorageError.
     """
-    _refuse_text(config)
-    if config.validation is None:
-        raise UserError("data.validation is not given, so no example is held back: give it a fraction or a source")
     sources = run_with_cache(
         config, lambda cache: open_validation_sources(config, find_tokenizer(config, cache), cache)
     )
@@ -108,9 +105,9 @@ def _encode_labels(
 def build_prompts(config: DataConfig, prompts: Sequence[dict[str, Any] | str]) -> list[tuple[str, tuple[int, ...]]]:
     """Return text and tokens of several prompts, with the tokens as in training. Raises UserError.
 
-    A prompt is built from a record without an answer, or from a text if the format needs only one field.
+    A prompt is built from a record without an answer, or from a text if the format needs only one field. For every
+    format but Text.
     """
-    _refuse_text(config)
     tokenizer = run_with_cache(config, lambda cache: find_tokenizer(config, cache))
     encoder = ExampleEncoder(build_recipe(config, list_sources(config)[0], tokenizer))
     return [_encode_prompt(encoder, prompt) for prompt in prompts]
@@ -123,11 +120,6 @@ def _encode_prompt(encoder: ExampleEncoder, prompt: dict[str, Any] | str) -> tup
     except BadRecordError as error:
         raise UserError(f"the prompt: {error}") from error
     return text.text, tuple(encoder.texts.encode_prompt(text, from_chat_template=from_chat_template))
-
-
-def _refuse_text(config: DataConfig) -> None:
-    if config.format is DataFormat.TEXT:
-        raise UserError("data.format is Text, which has no prompts and answers: set another data.format")
 
 
 def _read_source_examples(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[HeldOutExample]:

@@ -135,7 +135,7 @@ class ShardReader:
 
 _TAG = 1 << 20
 """Above the tags of the exchange and the copies of snapshots."""
-_FAREWELL = -1
+_END = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class SampleSender:
     def __init__(self, reader: SampleReader, sample_group: SampleGroup) -> None:
         self._reader = reader
         self._sample_group = sample_group
-        self._farewell_sent = False
+        self._end_sent = False
 
     def read(self, position: int) -> list[Sample | None]:
         """See `SampleReader.read`; an error is sent to the other ranks and raised."""
@@ -184,16 +184,16 @@ class SampleSender:
     def close(self) -> None:
         """Close the reader and notify the other ranks of the end."""
         self._reader.close()
-        if not self._farewell_sent:
-            self._farewell_sent = True
+        if not self._end_sent:
+            self._end_sent = True
             # Nothing waits for these threads: a rank that does not receive is exiting too, and one that receives
             # detects the end of the connection.
             for rank in self._sample_group.others:
-                threading.Thread(target=self._send_farewell, args=(rank,), name="loader-farewell", daemon=True).start()
+                threading.Thread(target=self._send_end, args=(rank,), name="loader-end", daemon=True).start()
 
-    def _send_farewell(self, rank: int) -> None:
+    def _send_end(self, rank: int) -> None:
         with contextlib.suppress(RuntimeError):  # it exited first
-            dist.send(torch.tensor([_FAREWELL, 0]), rank, group=self._sample_group.group, tag=_TAG)
+            dist.send(torch.tensor([_END, 0]), rank, group=self._sample_group.group, tag=_TAG)
 
 
 class SampleReceiver:
@@ -208,7 +208,7 @@ class SampleReceiver:
         header = torch.zeros(2, dtype=torch.int64)
         dist.recv(header, leader, group=group, tag=_TAG)
         sent, length = header.tolist()
-        if sent == _FAREWELL:
+        if sent == _END:
             raise PeerLostError(f"rank {leader}, which makes this rank's batches, has left")
         data = torch.empty(length, dtype=torch.uint8)
         dist.recv(data, leader, group=group, tag=_TAG + 1)
