@@ -120,7 +120,7 @@ def write_file(
     failures: list[BaseException] = []
     with ThreadPoolExecutor(_MADE_AHEAD + 1, thread_name_prefix="artifact") as pool:
 
-        def pieces() -> Iterator[memoryview]:
+        def iterate_pieces() -> Iterator[memoryview]:
             try:
                 yield from _encode_pieces(file, rows, sha.update, pool, heartbeat)
             except GeneratorExit:
@@ -130,7 +130,7 @@ def write_file(
                 raise
 
         try:
-            storage.write_stream(file.name, pieces(), file.size)
+            storage.write_stream(file.name, iterate_pieces(), file.size)
         except BaseException:
             if failures:  # some stores wrap it in another error
                 raise failures[0] from None

@@ -121,7 +121,7 @@ class ArtifactInputs:
         result = MergedParameters(self.trained, self.names, self.base, self.tuning.lora.find_scale)
         result.check(sizes)
 
-        def small_files() -> dict[str, bytes]:
+        def create_small_files() -> dict[str, bytes]:
             source = None if self.base is None else self.base.source
             name = _TORCH_NAMES[dtype]
             template = self.settings.get(CHAT_TEMPLATE_SETTING)
@@ -136,7 +136,7 @@ class ArtifactInputs:
             dtype=dtype,
             sizes=sizes,
             rows=result.read_rows,
-            small_files=small_files,
+            small_files=create_small_files,
             max_file_bytes=max_file_bytes,
         )
 
@@ -149,11 +149,11 @@ class ArtifactInputs:
         if shared:
             sizes[HEAD] = sizes[EMBEDDING]  # peft stores one copy for each of the two
 
-        def rows(name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
+        def read_rows(name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
             parameter = from_tensor(name)
             return result.read_rows(EMBEDDING if shared and parameter == HEAD else parameter, first, count, dtype)
 
-        def small_files() -> dict[str, bytes]:
+        def create_small_files() -> dict[str, bytes]:
             source = None if self.base is None else self.base.source
             config = create_adapter_config(
                 self.tuning.lora,
@@ -172,8 +172,8 @@ class ArtifactInputs:
             stem="adapter_model",
             dtype="F32",
             sizes={to_tensor(name): size for name, size in sorted(sizes.items())},
-            rows=rows,
-            small_files=small_files,
+            rows=read_rows,
+            small_files=create_small_files,
             metadata={BASE_DIGEST: self.base.digest} if self.base is not None else {},
             max_file_bytes=max(1, sum(math.prod(size) for size in sizes.values()) * 4),
         )

@@ -187,11 +187,11 @@ def _find_incomplete_milestones(root: str, output_root: str, retry: Retry) -> li
     storage = open_storage(root)
     steps = [milestone.step for milestone in retry.run(lambda: survey(storage), root).milestones]
 
-    def started(step: int) -> bool:
+    def has_started(step: int) -> bool:
         store = ArtifactStore(f"{output_root.rstrip('/')}/{folder_name(step)}", retry)
         return any(store.list(f"{entry.name}/{UNFINISHED}") for entry in store.list() if entry.is_folder)
 
-    return sorted(step for number, step in enumerate(steps) if number < _NEWEST_MILESTONES or started(step))
+    return sorted(step for number, step in enumerate(steps) if number < _NEWEST_MILESTONES or has_started(step))
 
 
 def _find_committed(storage: Storage, step: int, retry: Retry) -> CommittedCheckpoint:

@@ -108,7 +108,7 @@ def open_data(
         if config.format is not DataFormat.TEXT:
             return _open_records(config, cache, epoch_batch, progress)
         texts = TextSources.open(config, cache)
-        if _tokenizes_online(texts, epochs=epochs > 0, steps_differ=steps_differ):
+        if _is_tokenized_online(texts, epochs=epochs > 0, steps_differ=steps_differ):
             training, held_back, facts = open_streams(texts, _create_rules(texts), global_size)
             return _create_text_dataset(texts, training, held_back, facts)
         return _open_tokens(texts, epoch_batch, progress)
@@ -202,7 +202,7 @@ def encode_text_prompts(config: DataConfig, texts: Sequence[str]) -> list[tuple[
     return [tuple(sources.bos_prefix.prepend_to(encoding.ids)[0]) for encoding in encoded]
 
 
-def _tokenizes_online(texts: TextSources, *, epochs: bool, steps_differ: bool) -> bool:
+def _is_tokenized_online(texts: TextSources, *, epochs: bool, steps_differ: bool) -> bool:
     """Return whether data are tokenized during training. Raises UserError if that is configured but impossible."""
     specs = [text_source.spec for text_source in texts.sources if text_source.prepared is None]
     tokenization = texts.config.tokenization

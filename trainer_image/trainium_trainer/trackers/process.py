@@ -125,14 +125,14 @@ class TrackerProcess:
             return
         if finished:
             self._write({"finish": True})
-            if not self._ends(process):
+            if not self._wait_for_end(process):
                 _log.warning("trackers: not all was sent in time; metrics.jsonl has it")
         process.kill()
         process.wait()
         with contextlib.suppress(OSError):
             process.stdin.close()
 
-    def _ends(self, process: subprocess.Popen[str]) -> bool:
+    def _wait_for_end(self, process: subprocess.Popen[str]) -> bool:
         """Wait for the process to end while it sends steps; return whether it ended."""
         newest, now = 0, time.monotonic()
         latest, deadline = now + _LONGEST_FINISH_SECONDS, now + _FINISH_SECONDS

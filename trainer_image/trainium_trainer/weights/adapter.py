@@ -136,10 +136,10 @@ class AdapterWeights:
         The vocabulary is that of the adapter's embedding or output projection. The two are no longer tied if only one
         of them is replaced or adapted, or if their values differ.
         """
-        tied = base.tie_embeddings and not self._unties()
+        tied = base.tie_embeddings and not self._has_untied_head()
         return replace(base, vocab_size=self._vocabulary or base.vocab_size, tie_embeddings=tied)
 
-    def _unties(self) -> bool:
+    def _has_untied_head(self) -> bool:
         if self.has(_HEAD_B) or self.has(HEAD) != self.has(EMBEDDING):
             return True
         return self.has(HEAD) and not self._is_equal(HEAD, self, EMBEDDING)
@@ -176,10 +176,10 @@ class AdapterWeights:
         """
         stored = self._tensors[name]
 
-        def row_beyond() -> Tensor:
+        def compute_row_beyond() -> Tensor:
             return torch.zeros(stored.shape[1]) if is_adapter(name) else compute_mean_row(self.source, stored)
 
-        fill_box(self.source, name, stored, offsets, target, row_beyond if name in _ROWS_OF_TOKENS else None)
+        fill_box(self.source, name, stored, offsets, target, compute_row_beyond if name in _ROWS_OF_TOKENS else None)
 
     def check(self, tuning: TuningConfig, shape: ModelShape, base: BaseWeights | None = None) -> None:
         """Raise UserError unless a run with this tuning, model and base can start from the adapter.
@@ -292,7 +292,7 @@ class AdapterWeights:
     def _check_complete(self, shape: ModelShape) -> None:
         """Raise UserError if the file lacks parts of this model that its configuration names."""
         modules = [name.removesuffix(".weight") for name in parameter_sizes(shape) if name.endswith(".weight")]
-        targets = [name for name in list_projection_sizes(shape) if self._config.targets(name)]
+        targets = [name for name in list_projection_sizes(shape) if self._config.is_target(name)]
         missing = [name for name in targets if name not in self.targets]
         saved_modules = tuple(self._config.modules_to_save or ())  # peft compares the ends of the names, without a dot
         missing += [name for name in modules if name.endswith(saved_modules) and not self.has(f"{name}.weight")]

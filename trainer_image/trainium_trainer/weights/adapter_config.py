@@ -64,13 +64,13 @@ class AdapterConfig(BaseModel):
         """Return the alpha of a module's adapter."""
         return _match_pattern(self.alpha_pattern or {}, module, self.lora_alpha)
 
-    def targets(self, module: str) -> bool:
+    def is_target(self, module: str) -> bool:
         """Return whether the adapter targets a linear module, by peft's rules."""
-        if _matches(self.exclude_modules, module):
+        if _is_listed(self.exclude_modules, module):
             return False
         if self.target_modules == "all-linear":
             return f"{module}.weight" != HEAD
-        if not _matches(self.target_modules, module):
+        if not _is_listed(self.target_modules, module):
             return False
         if self.layers_to_transform is None or isinstance(self.target_modules, str):
             return True
@@ -89,7 +89,7 @@ def _match_pattern(values: Mapping[str, _Value], module: str, otherwise: _Value)
     return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
 
 
-def _matches(chosen: list[str] | str | None, module: str) -> bool:
+def _is_listed(chosen: list[str] | str | None, module: str) -> bool:
     """Return whether peft's list of modules, or its regular expression, matches a module."""
     if isinstance(chosen, str):
         return re.fullmatch(chosen, module) is not None

@@ -46,14 +46,14 @@ def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for this command
 
     repository = Repository("fetch-model", name, revision=revision)
-    info = _ask_hub(lambda: create_client().model_info(name, revision=revision), repository)
+    info = _request_from_hub(lambda: create_client().model_info(name, revision=revision), repository)
     present = [sibling.rfilename for sibling in info.siblings or ()]
     files = [file for file in present if file in _WANTED]
     weights = next((file for file in (WHOLE_NAME, INDEX_NAME) if file in present), None)
     _refuse_without_weights(name, present, weights)
 
     def get(names: list[str]) -> None:
-        _ask_hub(
+        _request_from_hub(
             lambda: snapshot_download(
                 name,
                 revision=info.sha,
@@ -110,7 +110,7 @@ def _refuse_without_weights(name: str, present: list[str], weights: str | None) 
         )
 
 
-def _ask_hub(request: Callable[[], T], repository: Repository) -> T:
+def _request_from_hub(request: Callable[[], T], repository: Repository) -> T:
     """Return the hub's response. Raises UserError, and StorageError also if the folder cannot be written."""
     try:
         return call_hub(request, repository)

@@ -94,7 +94,7 @@ def open_source(location: str, field: str) -> WeightsSource:
         return WeightsSource(open_storage(str(folder)), label, remote=False)
     if folder.exists():
         raise UserError(f"{label}: is a file: name the folder that holds it and its config.json")
-    if _may_be_on_the_hub(location):
+    if _has_form_of_hub_name(location):
         raise UserError(
             f"{label}: there is no such folder; if it is a name on the hub, fetch it first: `trainium-trainer "
             f"fetch-model {location} --output DIR`, then name DIR"
@@ -102,7 +102,7 @@ def open_source(location: str, field: str) -> WeightsSource:
     raise UnreadableError(f"{label}: there is no such folder: correct the path, or mount it in every worker")
 
 
-def _may_be_on_the_hub(location: str) -> bool:
+def _has_form_of_hub_name(location: str) -> bool:
     """Return whether a location has the form `name` or `owner/name`, unlike the path of a mounted folder."""
     parts = location.split("/")
     return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts) and "://" not in location

@@ -187,14 +187,14 @@ def _read_remote_template(source: str) -> tuple[str, bytes] | None:
     while glob.has_magic(path):
         path = path.rpartition("/")[0]
 
-    def content() -> tuple[str, bytes] | None:
+    def read_first() -> tuple[str, bytes] | None:
         for folder in (path, path.rpartition("/")[0]):
             name = f"{folder}/{TEMPLATE_FILE}"
             if folder and (text := read_s3_file(name)) is not None:
                 return S3 + name, text
         return None
 
-    return read_with_retries(f"{source}/{TEMPLATE_FILE}", content)
+    return read_with_retries(f"{source}/{TEMPLATE_FILE}", read_first)
 
 
 _WHERE = "data.examples.classification"

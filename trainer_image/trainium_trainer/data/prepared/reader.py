@@ -276,13 +276,13 @@ class DocumentSelection:
         self._fraction = fraction
         self._validation = validation
         cached_file = f"{prepared.manifest.identity[:32]}-{fraction!r}-{'held' if validation else 'kept'}.npy"
-        counts = self._counts(cache_folder / cached_file if cache_folder else None)
+        counts = self._count_tokens(cache_folder / cached_file if cache_folder else None)
         self.ends: NDArray[np.int64] = np.cumsum(counts)
         self.tokens = int(counts.sum())
         self.dtype = prepared.dtype
         self._rows = functools.lru_cache(maxsize=_OPEN_BATCHES)(self._select)
 
-    def _counts(self, cached_file: Path | None) -> NDArray[np.int64]:
+    def _count_tokens(self, cached_file: Path | None) -> NDArray[np.int64]:
         """Count the selected tokens of each record batch; cached, because every document is read."""
         number = len(self._prepared.batch_tokens)
         if cached_file is not None and cached_file.exists():

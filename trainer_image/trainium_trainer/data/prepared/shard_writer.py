@@ -71,16 +71,16 @@ class ShardWriter:
         lengths = np.concatenate([block.lengths for block in self._waiting])
         offsets = to_arrow(np.concatenate(([0], np.cumsum(lengths))))
 
-        def lists(values: list[Any]) -> Any:
+        def build_lists(values: list[Any]) -> Any:
             return pa.LargeListArray.from_arrays(offsets, to_arrow(np.concatenate(values)))
 
         columns = {
-            "tokens": lists([block.tokens for block in self._waiting]),
+            "tokens": build_lists([block.tokens for block in self._waiting]),
             "document": to_arrow(np.concatenate([block.documents for block in self._waiting])),
         }
         examples = [block.examples for block in self._waiting if block.examples is not None]
         if examples:
-            columns["trained"] = lists([part.loss_mask.view(np.uint8) for part in examples])
+            columns["trained"] = build_lists([part.loss_mask.view(np.uint8) for part in examples])
             columns["answer"] = to_arrow(np.concatenate([part.answers for part in examples]))
             columns["before"] = to_arrow(np.concatenate([part.original_lengths for part in examples]))
         batch = pa.record_batch(columns)

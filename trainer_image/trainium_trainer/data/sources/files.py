@@ -286,7 +286,7 @@ def _find_remote(name: str) -> list[DataFile]:
     if not path:
         raise UserError(f"data.source {name}: names no bucket: write s3://bucket/prefix")
 
-    def listed() -> Iterator[Any]:
+    def list_objects() -> Iterator[Any]:
         single = open_s3().get_file_info(path)
         if single.type == fs.FileType.File:
             yield single
@@ -294,9 +294,9 @@ def _find_remote(name: str) -> list[DataFile]:
             yield from open_s3().get_file_info(fs.FileSelector(path, recursive=True))
 
     files = []
-    for info in read_with_retries(name, lambda: list(listed())):
+    for info in read_with_retries(name, lambda: list(list_objects())):
         parts = tuple(info.path.removeprefix(path).strip("/").split("/"))
-        is_wanted = _matches(info.path, pattern) if pattern else _is_data_file(parts)
+        is_wanted = _is_match(info.path, pattern) if pattern else _is_data_file(parts)
         if info.type == fs.FileType.File and (is_wanted or info.path == path):
             relative = "/".join(parts) or info.base_name
             files.append(DataFile(info.path, info.size, str(info.mtime_ns), relative, S3))
@@ -309,7 +309,7 @@ def _find_remote(name: str) -> list[DataFile]:
     return files if pattern else _choose_training_files(name, files)
 
 
-def _matches(path: str, pattern: str) -> bool:
+def _is_match(path: str, pattern: str) -> bool:
     """Match as a shell does: `*` does not cross folders, `**` does."""
     levels_agree = "**" in pattern or path.count("/") == pattern.count("/")
     return levels_agree and fnmatch.fnmatchcase(path, pattern) and path.endswith(SUFFIXES)

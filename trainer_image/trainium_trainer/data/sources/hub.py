@@ -211,13 +211,13 @@ def _list_split_files(config: HubConfig) -> list[str]:
     setting = f"data.hub {config.dataset}"
     name = f"{_DATASETS}{config.dataset}"  # not a local folder of that name
 
-    def opened() -> Any:
+    def open_builder() -> Any:
         return datasets.load_dataset_builder(
             name, config.name, data_dir=config.directory, revision=config.revision, token=find_token()
         )
 
     try:
-        builder = call_hub(opened, _open_repository(config))
+        builder = call_hub(open_builder, _open_repository(config))
     except RuntimeError as error:
         if "scripts" not in str(error):
             raise

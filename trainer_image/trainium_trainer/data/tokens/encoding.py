@@ -152,7 +152,7 @@ class DocumentEncoder:
         document: int | None = None
         opened = begins = False  # whether the current document has had tokens, and has yet to begin
 
-        def finished() -> TokenBlock:
+        def create_block() -> TokenBlock:
             lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
             tokens = np.concatenate(rows) if rows else np.empty(0, self.dtype)
             return TokenBlock(tokens, lengths, np.array(hashes, np.uint64), tuple(skipped))
@@ -176,11 +176,11 @@ class DocumentEncoder:
                 if piece.ends_document:
                     document, opened = None, False
             if gathered >= _TOKENS:
-                yield finished()
+                yield create_block()
                 rows, hashes, gathered = [], [], 0
                 skipped.clear()
         if rows or skipped:
-            yield finished()
+            yield create_block()
 
     def _encode_pieces(self, pieces: list[TextPiece], name: str) -> list[NDArray[Any]]:
         texts = [piece.text for piece in pieces]

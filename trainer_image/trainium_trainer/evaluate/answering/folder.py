@@ -114,8 +114,8 @@ def open_model_files(path: Path, adapter: Path | None = None, *, tokenizer_from:
         )
     if adapter is not None:
         _check_adapter(adapter)
-    file = _tokenizer_file(tokenizer_from, adapter, path)
-    tokenizer = _tokenizer(file)
+    file = _find_tokenizer_file(tokenizer_from, adapter, path)
+    tokenizer = _load_tokenizer(file)
     settings = _read_optional(file.with_name(_TOKENIZER_CONFIG))
     return ModelFiles(
         path=path,
@@ -143,7 +143,7 @@ def _check_adapter(adapter: Path) -> None:
         raise UserError(f"{adapter}: peft_type is {kind!r}, but only LORA can be used: give another adapter")
 
 
-def _tokenizer_file(*folders: Path | None) -> Path:
+def _find_tokenizer_file(*folders: Path | None) -> Path:
     """Return the first tokenizer file, because that of an adapter or a tuned model may have additional tokens."""
     for folder in folders:
         if folder is not None and (folder / TOKENIZER).is_file():
@@ -153,7 +153,7 @@ def _tokenizer_file(*folders: Path | None) -> Path:
     )
 
 
-def _tokenizer(file: Path) -> Tokenizer:
+def _load_tokenizer(file: Path) -> Tokenizer:
     from tokenizers import Tokenizer  # noqa: PLC0415 - not for a folder that is refused
 
     try:
