@@ -103,17 +103,22 @@ def open_data(
     epoch_batch = None
     if epochs:
         epoch_batch = 1 if steps_differ else global_size
+    if config.format is not DataFormat.TEXT:
+        return run_with_cache(config, lambda cache: _open_records(config, cache, epoch_batch, progress))
 
-    def open_with(cache: Path) -> Dataset:
-        if config.format is not DataFormat.TEXT:
-            return _open_records(config, cache, epoch_batch, progress)
+    def open_text(cache: Path) -> Dataset:
         texts = TextSources.open(config, cache)
         if _is_tokenized_online(texts, epochs=epochs > 0, steps_differ=steps_differ):
-            training, held_back, facts = open_streams(texts, _create_rules(texts), global_size)
-            return _create_text_dataset(texts, training, held_back, facts)
-        return _open_tokens(texts, epoch_batch, progress)
+            streams, held_back, facts = open_streams(texts, _create_rules(texts), global_size)
+            return _create_text_dataset(texts, streams, held_back, facts)
+        tokens = [texts.open_tokens(text_source, progress) for text_source in texts.sources]
+        sources, held_back = _divide(texts, tokens)
+        facts = {"tokens": [prepared.manifest.identity for prepared in tokens]}
+        if epoch_batch is not None:
+            facts["epochs"] = epoch_batch
+        return _create_text_dataset(texts, _build_samples(texts, sources, epoch_batch), held_back, facts)
 
-    return run_with_cache(config, open_with)
+    return run_with_cache(config, open_text)
 
 
 def _open_records(
@@ -127,19 +132,6 @@ def _open_records(
     return Dataset(
         examples.training, examples.validation, examples.identity, examples.tokenizer, examples.report, template
     )
-
-
-def _open_tokens(
-    texts: TextSources, epoch_batch: int | None, progress: Callable[[BuildProgress], None] | None
-) -> Dataset:
-    """Open text that is tokenized before training."""
-    tokens = [texts.open_tokens(text_source, progress) for text_source in texts.sources]
-    sources, held_back = _divide(texts, tokens)
-    training = _build_samples(texts, sources, epoch_batch)
-    facts: dict[str, Any] = {"tokens": [prepared.manifest.identity for prepared in tokens]}
-    if epoch_batch is not None:
-        facts["epochs"] = epoch_batch
-    return _create_text_dataset(texts, training, held_back, facts)
 
 
 def _create_rules(texts: TextSources) -> SampleRules:
