@@ -65,10 +65,8 @@ def test_the_operator_has_rights_only_in_listed_namespaces(rights: Api) -> None:
         }
         for verb, namespace in questions
     ]
-    answers = rights.kubectl(
-        "create", "-f", "-", '-o=jsonpath={.status.allowed}{"\\n"}',
-        stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": reviews}),
-    )  # fmt: skip
+    listed = json.dumps({"apiVersion": "v1", "kind": "List", "items": reviews})
+    answers = rights.kubectl("create", "-f", "-", '-o=jsonpath={.status.allowed}{"\\n"}', stdin=listed)
     assert dict(zip(questions, answers.split(), strict=True)) == {
         (verb, namespace): str(namespace in (SERVED, DELETED)).lower() for verb, namespace in questions
     }

@@ -336,9 +336,17 @@ def test_an_ended_job_cannot_be_reopened_by_its_status(api_with_job: Api, kind: 
     for reopened in ([], [{**ended, "status": "False"}], None):
         patch = json.dumps({"status": {"conditions": reopened}})
         done = api_with_job.run(
-            "kubectl", "--namespace", api_with_job.namespace, "patch", "trn", "good", "--subresource=status",
-            "--type=merge", "--patch", patch,
-        )  # fmt: skip
+            "kubectl",
+            "--namespace",
+            api_with_job.namespace,
+            "patch",
+            "trn",
+            "good",
+            "--subresource=status",
+            "--type=merge",
+            "--patch",
+            patch,
+        )
         assert done.returncode != 0
         assert "a job that has ended stays ended" in done.stderr
     api_with_job.report_status("good", {"phase": "Completed", "conditions": [{**ended, "message": "more"}]})

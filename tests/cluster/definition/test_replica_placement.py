@@ -30,9 +30,8 @@ def namespace(api: Api) -> Iterator[str]:
 def create_node(api: Api, name: str, instance_type: str, group: str) -> None:
     """Create a ready node without a kubelet; the node controller leaves it ready for 40 s."""
     labels = {LABEL: group, "kubernetes.io/hostname": name, "node.kubernetes.io/instance-type": instance_type}
-    api.kubectl("create", "-f", "-", stdin=json.dumps({
-        "apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels},
-    }))  # fmt: skip
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
+    api.kubectl("create", "-f", "-", stdin=json.dumps(node))
     # The scheduler prefers the node with more capacity, which is the one without Trainium.
     capacity = {"cpu": "200m", "memory": "400Mi"} if instance_type in INSTANCES else {"cpu": "8", "memory": "32Gi"}
     capacity |= {"pods": "20"}

@@ -145,7 +145,7 @@ def test_exec_has_input_output_and_exit_code(client: PodClient) -> None:
     script = "cat /opt/mark; echo $X; ls /proc | grep -c '^[0-9]*$'; cat; echo oops >&2; exit 7"
     done = client.cluster.run(
         "kubectl", "-n", client.namespace, "exec", "-i", name, "--", "sh", "-c", script, stdin="from here\n"
-    )  # fmt: skip
+    )
     output = done.stdout.splitlines()
     assert (output[0], output[1], output[-1]) == ("mark", "y", "from here")
     assert int(output[2]) < 8  # the container's own processes, not the machine's

@@ -55,9 +55,10 @@ def trn(operator: SharedCluster, capfd: pytest.CaptureFixture[str], monkeypatch:
 def in_background(job: Job, command: str, *arguments: str, to: Path) -> Iterator[Callable[[], str]]:
     """Run a command on the job in the background; yield its output until now."""
     words = [sys.executable, "-m", "trainium_client.commands.main", command, job.name, "-n", job.namespace, *arguments]
-    with to.open("w") as file, subprocess.Popen(
-        words, env={**os.environ, **job.cluster.variables}, stdout=file, stderr=file
-    ) as running:  # fmt: skip
+    with (
+        to.open("w") as file,
+        subprocess.Popen(words, env={**os.environ, **job.cluster.variables}, stdout=file, stderr=file) as running,
+    ):
         try:
             yield to.read_text
         finally:

@@ -87,9 +87,14 @@ def test_a_drained_node_loses_no_step(new_job: Callable[..., Job]) -> None:
     node = job.list_members()[1]["nodeName"]
     with job.cluster.cordon_nodes(node):
         job.cluster.kubectl(
-            "drain", node, f"--pod-selector=trainium.dev/job-name={job.name}", "--delete-emptydir-data",
-            "--ignore-daemonsets", "--force", f"--timeout={scaled(60):.0f}s",
-        )  # fmt: skip
+            "drain",
+            node,
+            f"--pod-selector=trainium.dev/job-name={job.name}",
+            "--delete-emptydir-data",
+            "--ignore-daemonsets",
+            "--force",
+            f"--timeout={scaled(60):.0f}s",
+        )
         entry = job.wait_for_recovery()
         assert (entry["response"], entry["cause"], entry["stepsLost"]) == ("Spare", "Preempted", 0)
         assert node not in {member["nodeName"] for member in job.list_members()}

@@ -148,8 +148,18 @@ class Job(JobDriver):
         """Let a policy refuse every status of the namespace's jobs, as one on `trainingjobs/*` of others does."""
         rule = build_rule("trainium.dev", "trainingjobs/*", operations=["UPDATE"])
         policy = build_refusal(self.namespace, "false", STATUS_REFUSAL, rule)
-        probe = ("patch", "trainingjob", self.name, "-n", self.namespace, "--subresource=status", "--type=merge",
-                 "--dry-run=server", "-p", '{"status": {"desired": 7}}')  # fmt: skip
+        probe = (
+            "patch",
+            "trainingjob",
+            self.name,
+            "-n",
+            self.namespace,
+            "--subresource=status",
+            "--type=merge",
+            "--dry-run=server",
+            "-p",
+            '{"status": {"desired": 7}}',
+        )
         with apply_objects(self.cluster, *policy):
             until(lambda: STATUS_REFUSAL in self.cluster.run("kubectl", *probe).stderr, "the policy is in force")
             yield

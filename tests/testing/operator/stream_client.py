@@ -44,9 +44,11 @@ class StreamClient:
         )
         client = cls(reader, writer)
         fields = {
-            "Host": "x", "Connection": "Upgrade", "Upgrade": UPGRADE,
+            "Host": "x",
+            "Connection": "Upgrade",
+            "Upgrade": UPGRADE,
             "Authorization": f"Bearer {token or ISSUER.token(pod)}",
-        } | headers  # fmt: skip
+        } | headers
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         writer.write(f"GET {STREAM_PATH}?podUid=uid-{pod}&after={after} HTTP/1.1\r\n{lines}\r\n".encode())
         try:

@@ -25,9 +25,8 @@ SUCCESS = {"status": "Success"}
 
 
 def websocket_frame(kind: int, data: bytes) -> bytes:
-    return bytes([0x80 | kind, len(data)]) + data if len(data) < 126 else bytes([0x80 | kind, 126]) + struct.pack(
-        "!H", len(data)
-    ) + data  # fmt: skip
+    length = bytes([len(data)]) if len(data) < 126 else struct.pack("!BH", 126, len(data))
+    return bytes([0x80 | kind]) + length + data
 
 
 def _send(client: socket.socket, frames: tuple[tuple[int, bytes], ...], status: Any) -> None:

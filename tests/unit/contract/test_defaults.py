@@ -59,9 +59,13 @@ def test_a_number_alone_is_accepted_at_each_end_of_its_range(path: str, value: A
 
 
 def test_dependent_defaults_adapt_to_given_values() -> None:
-    config = TrainingConfig.model_validate({
-        "steps": 3, "batch": {"microSize": 16}, "model": {"vocabSize": 512, "maxPositions": 64, "numAttentionHeads": 3},
-    })  # fmt: skip
+    config = TrainingConfig.model_validate(
+        {
+            "steps": 3,
+            "batch": {"microSize": 16},
+            "model": {"vocabSize": 512, "maxPositions": 64, "numAttentionHeads": 3},
+        }
+    )
     assert (config.schedule.warmup_steps, config.batch.global_size) == (3, 16)
     assert (config.data.tokenizer.vocab_size, config.data.sequence_length) == (512, 64)
     sizes = config.model.known_shape()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.testing.operator import wire_messages
 from tests.unit.agent.pod_environment import ended_rank
+from tests.unit.plan import plan_builders as build
 from trainium_agent.exits.diagnosis import ExitDiagnoser, describe_exit, exit_priority
 from trainium_agent.exits.restart_policy import GenerationState, decide_restart
 from trainium_agent.ranks.processes import RankProcess
@@ -63,7 +64,6 @@ from trainium_operator.plan.model.observed import (
     NodeReadiness,
     NodeView,
     PodPhase,
-    PodView,
     Taint,
 )
 
@@ -178,10 +178,8 @@ def operator_response(code: int, status: int | None = None, line: str = "", outp
 
 
 def pod_response(reason: str, code: int | None, *, disrupted: bool = False, message: str = "") -> str:
-    pod = PodView(
-        name="demo-w-0", uid="uid-0", ordinal=0, phase=PodPhase.FAILED, node="n", reason=reason, exit_code=code,
-        disrupted=disrupted, message=message,
-    )  # fmt: skip
+    end = {"reason": reason, "exit_code": code, "disrupted": disrupted, "message": message}
+    pod = build.pod(0, phase=PodPhase.FAILED, node="n", **end)
     verdict = classify_ended_pod(pod, ())
     return f"{format_verdict(verdict)}{' by itself' if has_failed_by_itself(pod) else ''}, {verdict.sentence}"
 
@@ -283,7 +281,7 @@ def pod_rows() -> Iterator[str]:
 
 def eviction_rows() -> Iterator[str]:
     for message in EVICTION_EXAMPLES:
-        pod = PodView(name="p", uid="u", ordinal=0, phase=PodPhase.RUNNING, reason="Evicted", message=message)
+        pod = build.pod(0, node="", reason="Evicted", message=message)
         ended = {pod_response("Evicted", code, disrupted=True, message=message) for code in (None, 0, 137, 143)}
         yield f"{message.strip()} | leaves for {find_leaving_cause(pod)} | ended: {' '.join(ended)}"
     assert find_eviction("Error", EVICTION_EXAMPLES[0]) is None, "a program may print such a message"
@@ -331,9 +329,7 @@ def disruption_rows() -> Iterator[str]:
         "DeletionByTaintManager",
         "SomethingNew",
     ):
-        pod = PodView(
-            name="p", uid="u", ordinal=0, phase=PodPhase.FAILED, exit_code=75, disrupted=True, disruption=reason
-        )
+        pod = build.pod(0, phase=PodPhase.FAILED, exit_code=75, disrupted=True, disruption=reason)
         yield f"{reason} | leaves for {find_leaving_cause(pod)} | ended: {format_verdict(classify_ended_pod(pod, ()))}"
 
 

@@ -65,8 +65,11 @@ def command(root: str, *arguments: str) -> list[str]:
 def test_the_agent_starts_in_an_image_without_shell_python_or_libc(image: Path) -> None:
     done = subprocess.run(
         ["chroot", str(image), *command("/trainium", "-m", "trainium_agent")],
-        env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 64, done.stderr
     assert "lacks the environment variables TRAINIUM_COORDINATOR" in done.stderr
 

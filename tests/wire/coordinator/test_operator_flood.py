@@ -222,9 +222,12 @@ async def test_silent_and_endless_connections_are_limited_and_closed(
         writers = []
         for kind in range(250):
             _, writer = await asyncio.open_connection(
-                "127.0.0.1", coordinator.port, ssl=coordinator.trust if kind % 2 else None, local_addr=("127.0.0.9", 0),
+                "127.0.0.1",
+                coordinator.port,
+                ssl=coordinator.trust if kind % 2 else None,
+                local_addr=("127.0.0.9", 0),
                 server_hostname="localhost" if kind % 2 else None,
-            )  # fmt: skip
+            )
             if kind % 2:
                 writer.write(b"GET /v1/stream HTTP/1.1\r\nHost: x\r\nContent-Length: 700000\r\n")
             writers.append(writer)

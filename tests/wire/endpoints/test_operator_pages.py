@@ -93,9 +93,9 @@ async def test_a_reader_with_all_rights_sees_the_complete_page() -> None:
         assert "Not shown" not in page.text
         specs = [write.body["spec"] for write in endpoints.cluster.writes if "spec" in write.body]
         reviewed = [spec["resourceAttributes"] for spec in specs if "resourceAttributes" in spec]
-        assert {"group": "trainium.dev", "resource": "trainingjobs", "verb": "get", "namespace": "team",
-                "name": "llama"} in reviewed  # fmt: skip
-        assert {"resource": "configmaps", "verb": "get", "namespace": "team", "name": "llama-membership"} in reviewed
+        get = {"verb": "get", "namespace": "team"}
+        assert {**get, "group": "trainium.dev", "resource": "trainingjobs", "name": "llama"} in reviewed
+        assert {**get, "resource": "configmaps", "name": "llama-membership"} in reviewed
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,8 @@ async def test_the_loss_curve_follows_the_job() -> None:
     caches = make_caches(Api(cluster), Settings())
     page_data = JobPageData(Api(cluster), caches, lambda: NOW)
     for step, loss in ((10, 5.0), (20, 4.0), (30, 3.0), (15, 4.5), (15, 4.5)):
-        cluster.change(JOBS, "team", "llama", lambda raw, step=step, loss=loss: raw["status"]["progress"].update(
-            step=step, loss=loss))  # fmt: skip
+        progress = {"step": step, "loss": loss}
+        cluster.change(JOBS, "team", "llama", lambda raw, new=progress: raw["status"]["progress"].update(new))
         await caches.jobs.refresh()
         page_data.sample()
     render = page_data.prepare_report("team", "llama", pods=True, members=True)

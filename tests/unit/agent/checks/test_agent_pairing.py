@@ -80,8 +80,9 @@ def run_bandwidth_waves(nodes: int, gigabits: dict[int, float], minimum: float) 
     while (wave := plan_next_wave(nodes, results, minimum)) is not None:
         outcomes = {
             node: PairingResult(passed=True, seconds=0.1, gigabits=min(gigabits.get(member, 100.0) for member in group))
-            for group in wave for node in group
-        }  # fmt: skip
+            for group in wave
+            for node in group
+        }
         results.append(WaveResults(wave, outcomes))
         assert len(results) < 20
     return results

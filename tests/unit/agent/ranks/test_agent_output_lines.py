@@ -48,8 +48,11 @@ def test_printed_lines_are_wrapped_and_logged_lines_keep_their_fields() -> None:
     assert (logged.message, logged.level, logged.time) == ("step 3/9: loss 2.5", "warning", "2026-11-24T08:09:10Z")
     for line in (printed, logged):
         assert (line.namespace, line.job, line.pod, line.node) == (
-            SETTINGS.namespace, SETTINGS.job, SETTINGS.pod_name, SETTINGS.node_name,
-        )  # fmt: skip
+            SETTINGS.namespace,
+            SETTINGS.job,
+            SETTINGS.pod_name,
+            SETTINGS.node_name,
+        )
         assert (line.generation, line.attempt, line.rank) == (2, 1, 3)
     assert format_line(b"  ").log == b"", "an empty line is not logged"
 

@@ -43,9 +43,12 @@ def test_a_compiler_stopped_during_the_start_leaves_no_process() -> None:
             return process
 
     compiler = BackgroundCompiler(
-        SimpleNamespace(background_sizes=(1, 2), processes_per_node=1), SlowManager(), post=posted.put,
-        on_compiled=lambda size: ended.append(f"{size.nodes} nodes"), on_end=lambda: ended.append("over"),
-    )  # fmt: skip
+        SimpleNamespace(background_sizes=(1, 2), processes_per_node=1),
+        SlowManager(),
+        post=posted.put,
+        on_compiled=lambda size: ended.append(f"{size.nodes} nodes"),
+        on_end=lambda: ended.append("over"),
+    )
     compiler.start(1)
     under_way.set()
     posted.get(timeout=30)()
@@ -214,9 +217,12 @@ class IdleSpare:
         self.reported: list[int] = []
         self.ends = 0
         self.compiler = BackgroundCompiler(
-            SimpleNamespace(background_sizes=sizes, processes_per_node=1), manager, post=self.posted.put,
-            on_compiled=lambda size: self.reported.append(size.nodes), on_end=self._end,
-        )  # fmt: skip
+            SimpleNamespace(background_sizes=sizes, processes_per_node=1),
+            manager,
+            post=self.posted.put,
+            on_compiled=lambda size: self.reported.append(size.nodes),
+            on_end=self._end,
+        )
 
     def _end(self) -> None:
         self.ends += 1

@@ -1,3 +1,5 @@
+"""Checkpoints on storage: committed whole, read by any reader, kept by count, and never lost to a killed process."""
+
 import errno
 import json
 import os

@@ -1,3 +1,5 @@
+"""Snapshots in memory: a restarted or killed process loses at most one step, and altered ones are not used."""
+
 import errno
 import os
 import random

@@ -1,3 +1,5 @@
+"""Which step and whose snapshot all ranks resume from, and which nodes keep copies for each other."""
+
 import math
 from typing import Any
 

@@ -73,13 +73,13 @@ def test_steps_of_another_program_are_found_by_profilerstep_spans() -> None:
 
 def test_two_ranks_are_two_processes_of_one_trace_on_one_clock() -> None:
     later = [event | {"ts": event["ts"] - 5000} for event in EVENTS]
-    merged = json.loads(gzip.decompress(merge_traces([
-        trace(2, baseTimeNanoseconds=1_000_000_000), trace(0, later, baseTimeNanoseconds=1_005_000_000),
-    ])))  # fmt: skip
+    traces = [trace(2, baseTimeNanoseconds=1_000_000_000), trace(0, later, baseTimeNanoseconds=1_005_000_000)]
+    merged = json.loads(gzip.decompress(merge_traces(traces)))
     events = merged["traceEvents"]
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 2: python", "rank 0: python"]
-    first, second = ({event["pid"]: event["ts"] for event in events if event.get("name") == name}
-                     for name in ("step 4", "step 5"))  # fmt: skip
+    first, second = (
+        {event["pid"]: event["ts"] for event in events if event.get("name") == name} for name in ("step 4", "step 5")
+    )
     assert list(first.values()) == [0.0, 0.0]
     assert list(second.values()) == [1000.0, 1000.0]
     assert len(first) == 2
@@ -88,8 +88,8 @@ def test_two_ranks_are_two_processes_of_one_trace_on_one_clock() -> None:
 
 
 def test_the_lines_compare_two_ranks_and_give_the_share_of_one() -> None:
-    slow = summarize_trace(trace(2, [event | {"dur": 3 * event["dur"], "ts": 3 * event["ts"]}
-                                     if event["ph"] == "X" else event for event in EVENTS]))  # fmt: skip
+    thrice = [event | {name: 3 * event[name] for name in ("dur", "ts") if event["ph"] == "X"} for event in EVENTS]
+    slow = summarize_trace(trace(2, thrice))
     lines = list(format_summaries([slow, summarize_trace(trace(0))]))
     assert lines[:2] == ["rank 2: steps 4 to 5, 4.5 ms each", "rank 0: steps 4 to 5, 1.5 ms each"]
     lines = [" ".join(line.split()) for line in lines]

@@ -108,9 +108,10 @@ def test_dashboard_panels_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("board", "panel"), [(board, panel) for board, panels in PANELS.items() for panel in panels],
+    ("board", "panel"),
+    [(board, panel) for board, panels in PANELS.items() for panel in panels],
     ids=lambda value: value if isinstance(value, str) else value["title"],
-)  # fmt: skip
+)
 def test_a_panel_explains_its_values(board: str, panel: dict[str, object]) -> None:
     description = str(panel["description"])
     assert description != panel["title"]

@@ -119,13 +119,10 @@ def failed_pods(**report: Any) -> tuple[PodView, ...]:
         ordinal: build.heartbeat(ordinal, WorkerPhase.FAILED, generation=1, **report, **verdicts.get(ordinal, {}))
         for ordinal in codes
     }
+    ended = {"phase": PodPhase.FAILED, "reason": "Error", "ready": False, "finished": NOW - 60}
     return tuple(
-        build.pod(
-            ordinal, phase=PodPhase.FAILED, exit_code=code, reason="Error", ready=False,
-            last_report=reports[ordinal], finished=NOW - 60,
-        )
-        for ordinal, code in codes.items()
-    )  # fmt: skip
+        build.pod(ordinal, exit_code=code, last_report=reports[ordinal], **ended) for ordinal, code in codes.items()
+    )
 
 
 @pytest.mark.parametrize("job_spec", [PROGRAM, TRAINER], ids=["program", "trainer"])
