@@ -23,10 +23,10 @@ import yaml
 from benchmarks.faults.curves import check_batches, compare_losses
 from benchmarks.faults.operator_pods import OperatorPods
 from benchmarks.faults.target import TargetJob
+from tests.testing.api.json_objects import merge
 from tests.testing.cluster.access import ROOT
 from tests.testing.cluster.installed import NAMESPACE as OPERATOR_NAMESPACE
 from tests.testing.cluster.installed import RELEASE, install_operator, make_namespace
-from tests.testing.cluster.jobs import merge
 from tests.testing.suite import timeouts
 from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.jobs.metrics import read_samples

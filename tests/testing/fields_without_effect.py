@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from tests.testing.cluster.jobs import merge
+from tests.testing.api.json_objects import merge
 
 DPO = "data.format: Preference, tuning.objective.kind: DPO, model.weights: /base"
 WSD = "schedule.kind: WarmupStableDecay"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.cluster.definition.conftest import Api
-from tests.testing.cluster.jobs import merge
+from tests.testing.api.json_objects import merge
 from tests.testing.fields_without_effect import SPEC_CASES, TRAINER_CASES, Case, job_spec
 from trainium_contract.sizes import BatchShape, SizeRule
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 
-from tests.testing.cluster.jobs import Job, merge
+from tests.testing.api.json_objects import merge
+from tests.testing.cluster.jobs import Job
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.cluster.jobs import Job, merge
+from tests.testing.api.json_objects import merge
+from tests.testing.cluster.jobs import Job
 
 if TYPE_CHECKING:
     from tests.testing.cluster.shared_cluster import SharedCluster

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.cluster.jobs import Job, merge
+from tests.testing.api.json_objects import merge
+from tests.testing.cluster.jobs import Job
 from tests.testing.suite.timeouts import scaled, until
 
 if TYPE_CHECKING:

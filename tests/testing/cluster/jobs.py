@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import yaml
 
+from tests.testing.api.json_objects import merge
 from tests.testing.cluster.policies import apply_objects, build_mutation, build_refusal, build_rule
 from tests.testing.cluster.shared_cluster import SharedCluster
 from tests.testing.suite.timeouts import slowness, until
@@ -47,16 +48,6 @@ def curves_agree(losses: dict[int, float], reference: dict[int, float], toleranc
     return losses.keys() == reference.keys() and all(
         abs(losses[step] - reference[step]) <= tolerance * abs(reference[step]) for step in losses
     )
-
-
-def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` with `change`, with merged mappings."""
-    nested = {
-        key: merge(base[key], value)
-        for key, value in change.items()
-        if isinstance(value, dict) and isinstance(base.get(key), dict)
-    }
-    return base | change | nested
 
 
 def _merge_pod_templates(cluster: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
