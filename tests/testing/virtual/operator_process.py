@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.testing.api.fake_api_server import FakeApiServer
+from tests.testing.suite.timeouts import Message
 from trainium_contract.api_server.errors import ApiError, ConnectionFailedError
 from trainium_operator.cluster.api.resources import JOBS
 from trainium_operator.cluster.api.transport import HttpResponse, ResponseStream
@@ -175,11 +176,11 @@ def training_job(name: str = "llama", **workers: Any) -> dict[str, Any]:
     return {"metadata": {"name": name, "generation": 1}, "spec": spec}
 
 
-async def until(condition: Callable[[], bool], seconds: float, what: str | Callable[[], str]) -> None:
-    """Wait for the condition; raise AssertionError with `what` after the time-out."""
+async def until(condition: Callable[[], bool], message: Message, seconds: float) -> None:
+    """Wait in virtual time, as `timeouts.until` does in real time; raise AssertionError at the timeout."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     while not condition():
         if loop.time() > deadline:
-            raise AssertionError(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
+            raise AssertionError(f"not within {seconds} s: {message if isinstance(message, str) else message()}")
         await asyncio.sleep(0.1)

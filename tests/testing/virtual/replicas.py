@@ -77,7 +77,7 @@ class WorkerCluster:
     async def wait_for_steps(self, steps: int = 5, seconds: float = 120, job: str = "llama") -> None:
         """Wait for at least this many new steps."""
         target = self.workers.step_of(job) + steps
-        await until(lambda: self.workers.step_of(job) >= target, seconds, f"{steps} new steps of {job}")
+        await until(lambda: self.workers.step_of(job) >= target, f"{steps} new steps of {job}", seconds)
 
 
 class Scenario(WorkerCluster):
@@ -188,7 +188,7 @@ class OperatorDeployment(WorkerCluster):
 
     async def wait_until_running(self, seconds: float = 120, job: str = "llama") -> None:
         """Wait until the status shows that it trains, and that nothing is open."""
-        await until(lambda: self._is_stable(job), seconds, lambda: f"{job} is Running: {self.status(job)}")
+        await until(lambda: self._is_stable(job), lambda: f"{job} is Running: {self.status(job)}", seconds)
 
     def _is_stable(self, job: str) -> bool:
         status = self.status(job)

@@ -40,8 +40,8 @@ class PolicedCluster(Scenario):
         self.cluster.remove(PODS, "default", self.cluster.names(PODS)[0])
         await until(
             lambda: self.status()["membership"]["generation"] > generation and self.status()["phase"] == "Running",
-            20,
             "another worker trains",
+            20,
         )
 
 
@@ -79,7 +79,7 @@ async def test_a_changed_object_is_reported_and_not_written_without_end(
     async with PolicedCluster(kind, mutation=mutation) as scenario:
         await scenario.wait_for_steps()
         named = "NetworkPolicyApplied" if kind is NETWORK_POLICIES else "Reconciled"
-        await until(lambda: scenario.condition(named).get("status") == "False", 30, "the condition")
+        await until(lambda: scenario.condition(named).get("status") == "False", "the condition", 30)
         assert scenario.condition(named)["reason"] == "ObjectChanged"
         assert words in scenario.condition(named)["message"]
         assert any(words in note for note in scenario.event_messages())
@@ -88,13 +88,13 @@ async def test_a_changed_object_is_reported_and_not_written_without_end(
         assert scenario.writes(kind) - before <= 18, "8 attempts; one without labels is a creation and a patch"
         assert scenario.status()["phase"] == "Running"
         scenario.cluster.mutate = lambda _resource, _raw: None
-        await until(lambda: scenario.condition(named).get("status") == "True", 330, "it is as requested")
+        await until(lambda: scenario.condition(named).get("status") == "True", "it is as requested", 330)
 
 
 @in_virtual_time
 async def test_a_changed_object_is_still_reported_after_the_operator_restarts() -> None:
     async with PolicedCluster(NETWORK_POLICIES, mutation=open_ports) as scenario:
-        await until(lambda: scenario.condition("NetworkPolicyApplied").get("status") == "False", 60, "the condition")
+        await until(lambda: scenario.condition("NetworkPolicyApplied").get("status") == "False", "the condition", 60)
         await scenario.process.kill()
         before = scenario.writes(NETWORK_POLICIES)
         scenario.process = OperatorProcess(scenario.cluster, identity="operator-1", settings=SETTINGS)
@@ -111,7 +111,7 @@ async def test_a_budget_that_is_changed_is_not_reported_as_protection() -> None:
     async with PolicedCluster(DISRUPTION_BUDGETS, mutation=allow_everything) as scenario:
         await scenario.wait_for_steps()
         condition = lambda: scenario.condition("DisruptionAllowed")  # noqa: E731
-        await until(lambda: condition().get("reason") == "ObjectChanged", 60, "the condition")
+        await until(lambda: condition().get("reason") == "ObjectChanged", "the condition", 60)
         assert condition()["status"] == "Unknown"
         assert "a drain may evict workers at any time" in condition()["message"]
 
@@ -127,7 +127,7 @@ async def test_a_refused_budget_delays_no_replacement_and_is_not_reported_as_pro
             )
         )
         await scenario.wait_for_steps()
-        await until(lambda: scenario.condition("DisruptionAllowed").get("reason") == "WriteFailed", 30, "the condition")
+        await until(lambda: scenario.condition("DisruptionAllowed").get("reason") == "WriteFailed", "the condition", 30)
         assert scenario.condition("DisruptionAllowed")["status"] == "Unknown"
         assert "exceeded quota" in scenario.condition("DisruptionAllowed")["message"]
         await scenario.wait_for_replacement()
@@ -136,14 +136,14 @@ async def test_a_refused_budget_delays_no_replacement_and_is_not_reported_as_pro
         requests = scenario.cluster.requests
         assert sum(method == "POST" and DISRUPTION_BUDGETS.plural in path for method, path in requests) <= 8
         scenario.cluster.faults.clear()
-        await until(lambda: scenario.cluster.names(DISRUPTION_BUDGETS) == ["llama"], 330, "the budget")
-        await until(lambda: scenario.condition("Reconciled").get("status") == "True", 30, "the condition")
+        await until(lambda: scenario.cluster.names(DISRUPTION_BUDGETS) == ["llama"], "the budget", 330)
+        await until(lambda: scenario.condition("Reconciled").get("status") == "True", "the condition", 30)
 
 
 @in_virtual_time
 async def test_an_object_that_another_client_changes_each_time_is_written_less_and_less_often() -> None:
     async with PolicedCluster() as scenario:
-        await until(lambda: scenario.cluster.names(DISRUPTION_BUDGETS) == ["llama"], 60, "the budget")
+        await until(lambda: scenario.cluster.names(DISRUPTION_BUDGETS) == ["llama"], "the budget", 60)
 
         async def revert() -> None:
             while True:
@@ -153,20 +153,20 @@ async def test_an_object_that_another_client_changes_each_time_is_written_less_a
                     scenario.cluster.change(DISRUPTION_BUDGETS, "default", "llama", allow_everything)
 
         other = asyncio.create_task(revert())
-        await until(lambda: scenario.condition("Reconciled").get("status") == "False", 60, "the condition")
+        await until(lambda: scenario.condition("Reconciled").get("status") == "False", "the condition", 60)
         assert "was changed or deleted by another client" in scenario.condition("Reconciled")["message"]
         before = scenario.writes(DISRUPTION_BUDGETS)
         await asyncio.sleep(600)
         assert scenario.writes(DISRUPTION_BUDGETS) - before <= 12
         other.cancel()
-        await until(lambda: scenario.condition("Reconciled").get("status") == "True", 700, "it stays")
+        await until(lambda: scenario.condition("Reconciled").get("status") == "True", "it stays", 700)
 
 
 @pytest.mark.parametrize("label", [LABEL_JOB, LABEL_ROLE])
 @in_virtual_time
 async def test_pods_without_the_labels_by_which_they_are_found_are_not_created_without_end(label: str) -> None:
     async with PolicedCluster(PODS, mutation=lambda raw: raw["metadata"]["labels"].pop(label)) as scenario:
-        await until(lambda: scenario.condition("PodsReady").get("reason") == "CreationRefused", 30, "the condition")
+        await until(lambda: scenario.condition("PodsReady").get("reason") == "CreationRefused", "the condition", 30)
         assert f"metadata.labels[{label}] is missing" in scenario.condition("PodsReady")["message"]
         await asyncio.sleep(300)
         assert scenario.cluster.names(PODS) == []
@@ -178,7 +178,7 @@ async def test_pods_without_the_labels_by_which_they_are_found_are_not_created_w
 @in_virtual_time
 async def test_a_membership_whose_record_is_not_stored_is_reported() -> None:
     async with PolicedCluster(CONFIG_MAPS, mutation=lambda raw: raw.pop("binaryData", None)) as scenario:
-        await until(lambda: scenario.condition("Reconciled").get("reason") == "CreationRefused", 60, "the condition")
+        await until(lambda: scenario.condition("Reconciled").get("reason") == "CreationRefused", "the condition", 60)
         assert (
             "ConfigMap llama-membership is stored other than requested" in scenario.condition("Reconciled")["message"]
         )
@@ -198,7 +198,7 @@ async def test_every_object_has_the_common_labels_and_those_of_its_job() -> None
         settings=Settings(job_network_policy=True, operator_labels="a=b", object_labels="cost=all,site=one"),
     ) as scenario:
         await scenario.wait_for_steps()
-        await until(lambda: scenario.cluster.names(DISRUPTION_BUDGETS) == ["llama"], 60, "the budget")
+        await until(lambda: scenario.cluster.names(DISRUPTION_BUDGETS) == ["llama"], "the budget", 60)
         kinds = {"pods", "configmaps", "poddisruptionbudgets", "networkpolicies"}
         objects = {
             key: raw for key, raw in scenario.cluster.objects.items() if key[:2] in {(k, "default") for k in kinds}
@@ -224,7 +224,7 @@ async def test_a_refusal_names_the_kind_and_the_name() -> None:
                 else None
             )
         )
-        await until(lambda: scenario.condition("PodsReady").get("reason") == "CreationRefused", 30, "the condition")
+        await until(lambda: scenario.condition("PodsReady").get("reason") == "CreationRefused", "the condition", 30)
         assert "ConfigMap llama-config: every object needs the label team" in scenario.condition("PodsReady")["message"]
 
 
@@ -237,9 +237,9 @@ async def test_a_refused_deletion_is_reported_and_delays_no_replacement() -> Non
             lambda method, path: http_error(403, "Forbidden", "pods are kept") if method == "DELETE" else None
         )
         scenario.cluster.change(PODS, "default", name, lambda raw: raw["status"].update(phase="Failed"))
-        await until(lambda: "pods are kept" in scenario.condition("Reconciled").get("message", ""), 60, "the condition")
+        await until(lambda: "pods are kept" in scenario.condition("Reconciled").get("message", ""), "the condition", 60)
         assert f"Pod {name}" in scenario.condition("Reconciled")["message"]
-        await until(lambda: scenario.status()["phase"] == "Running", 60, "the spare trains")
-        await until(lambda: len(scenario.cluster.names(PODS)) == 4, 60, "there is a new spare")
+        await until(lambda: scenario.status()["phase"] == "Running", "the spare trains", 60)
+        await until(lambda: len(scenario.cluster.names(PODS)) == 4, "there is a new spare", 60)
         scenario.cluster.faults.clear()
-        await until(lambda: scenario.condition("Reconciled").get("status") == "True", 120, "it is deleted")
+        await until(lambda: scenario.condition("Reconciled").get("status") == "True", "it is deleted", 120)

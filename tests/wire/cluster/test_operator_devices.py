@@ -97,7 +97,7 @@ async def replace_tainted_devices(env: OperatorDeployment) -> None:
     await env.wait_until_running()
     member = env.membership()["members"][1]
     taint(env, member["nodeName"], "NoExecute")
-    await until(lambda: bool(env.status().get("history")), 120, "it is noticed")
+    await until(lambda: bool(env.status().get("history")), "it is noticed", 120)
     await env.wait_for_steps()
     await env.wait_until_running()
     assert member["podName"] not in {member["podName"] for member in env.membership()["members"]}
@@ -107,9 +107,9 @@ async def change_shape(env: OperatorDeployment) -> None:
     await env.wait_until_running()
     (before,) = env.cluster.names(TEMPLATES)
     env.change_spec(lambda spec: spec.update(suspend=True))
-    await until(lambda: env.status().get("phase") == "Suspended", 120, "it rests")
+    await until(lambda: env.status().get("phase") == "Suspended", "it rests", 120)
     env.change_spec(lambda spec: spec["workers"]["accelerator"]["claim"].update(connected=True))
-    await until(lambda: before not in env.cluster.names(TEMPLATES), 120, "the old template is removed")
+    await until(lambda: before not in env.cluster.names(TEMPLATES), "the old template is removed", 120)
     env.change_spec(lambda spec: spec.update(suspend=False))
     await env.wait_for_steps()
     await env.wait_until_running()
@@ -176,5 +176,5 @@ async def test_devices_are_read_once_a_job_claims_them() -> None:
         await env.wait_until_running()
         assert not process.runtime.caches.dra.slices.synced.is_set()
         env.cluster.add(JOBS, {**claiming_job(), "metadata": {"name": "claiming", "namespace": "default"}})
-        await until(process.runtime.caches.dra.slices.synced.is_set, 60, "they are read now")
-        await until(lambda: "claiming-w-0" in env.pods(), 60, "and the job begins")
+        await until(process.runtime.caches.dra.slices.synced.is_set, "they are read now", 60)
+        await until(lambda: "claiming-w-0" in env.pods(), "and the job begins", 60)

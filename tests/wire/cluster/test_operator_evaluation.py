@@ -71,8 +71,8 @@ def test_each_model_is_measured_once_after_each_death_of_the_operator(stride: in
     async def scenario(die_after_write: int | None) -> tuple[dict[str, Any], int]:
         async with run_evaluations(replicas=0) as (env, kubelet):
             first = await env.start_operator("operator-0", die_after_write=die_after_write)
-            await until(lambda: is_evaluated(env), 300, "all are measured")
-            await until(lambda: NAME not in env.cluster.names(PODS), 60, "no pod is left")
+            await until(lambda: is_evaluated(env), "all are measured", 300)
+            await until(lambda: NAME not in env.cluster.names(PODS), "no pod is left", 60)
             await env.wait_until_running()
             evaluations = env.status()["evaluations"]
             end = {
@@ -99,10 +99,10 @@ async def test_a_refused_evaluation_pod_does_not_stop_training() -> None:
             await env.wait_until_running()
             killed_pod = env.cluster.names(PODS)[0]
             env.workers.kill_pod(killed_pod)
-            await until(lambda: env.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
+            await until(lambda: env.status().get("restarts", {}).get("total") == 1, "the loss is counted", 60)
             await env.wait_until_running()
             assert "exceeded quota: evaluations" in env.status()["evaluations"][0]["message"]
-        await until(lambda: is_evaluated(env), 900, "all are measured")
+        await until(lambda: is_evaluated(env), "all are measured", 900)
         assert not env.status()["evaluations"][0].get("message")
 
 
@@ -110,8 +110,8 @@ async def test_a_refused_evaluation_pod_does_not_stop_training() -> None:
 async def test_the_evaluation_pod_is_deleted_with_its_job() -> None:
     async with run_evaluations(replicas=1) as (env, _):
         exists = lambda: NAME in env.cluster.names(PODS)  # noqa: E731
-        await until(exists, 60, "a model is measured")
+        await until(exists, "a model is measured", 60)
         owner = env.cluster.get(PODS, "default", NAME)["metadata"]["ownerReferences"][0]
         assert owner["uid"] == env.job()["metadata"]["uid"]
         env.cluster.remove(JOBS, "default", "llama")
-        await until(lambda: not exists(), 60, "it is deleted")
+        await until(lambda: not exists(), "it is deleted", 60)

@@ -141,7 +141,7 @@ async def test_a_fault_quarantines_its_node_within_a_second() -> None:
     async with running_replica() as (cluster, replica):
         await asyncio.sleep(1)
         report_failure(cluster, "node-3")
-        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
+        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, "the node in quarantine", 1)
         assert replica.changes == 1
         assert memory(cluster).machines["aws:///i-3"].state is MachineState.QUARANTINED
         await asyncio.sleep(3610)
@@ -154,10 +154,10 @@ async def test_a_bad_node_is_written_only_for_a_strike() -> None:
         await asyncio.sleep(1)
         before = len(writes(cluster))
         cluster.change(NODES, "", "node-3", set_condition("NetworkingReady", "False"))
-        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node to be avoided")
+        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, "the node to be avoided", 1)
         assert len(writes(cluster)) == before
         cluster.change(NODES, "", "node-4", set_condition("NeuronHealth", "True"))
-        await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-4"}, 1, "the second too")
+        await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-4"}, "the second too", 1)
         assert len(writes(cluster)) == before + 1
 
 
@@ -181,7 +181,7 @@ async def test_followers_do_not_act() -> None:
 async def test_a_new_leader_reads_the_quarantine_before_its_first_plan() -> None:
     async with running_replica() as (cluster, first):
         report_failure(cluster, "node-3")
-        await until(lambda: first.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
+        await until(lambda: first.fleet.view.quarantined == {"node-3"}, "the node in quarantine", 1)
     cluster.remove(JOBS, "default", "llama")
     async with running_replica(cluster) as (_, second):
         assert second.fleet.view.quarantined == {"node-3"}
@@ -240,10 +240,10 @@ async def test_a_taint_that_another_client_removes_each_time_is_written_again_wi
 async def test_a_node_is_released_by_deleting_its_entry() -> None:
     async with running_replica(taints=True) as (cluster, replica):
         report_failure(cluster, "node-3")
-        await until(lambda: TAINT_QUARANTINED in taints(cluster, "node-3"), 2, "the taint")
+        await until(lambda: TAINT_QUARANTINED in taints(cluster, "node-3"), "the taint", 2)
         cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].pop("aws.i-3"))
-        await until(lambda: replica.fleet.view.quarantined == frozenset(), POLL_SECONDS + 1, "the release")
-        await until(lambda: taints(cluster, "node-3") == {"foreign": ""}, 1, "the taint is removed")
+        await until(lambda: replica.fleet.view.quarantined == frozenset(), "the release", POLL_SECONDS + 1)
+        await until(lambda: taints(cluster, "node-3") == {"foreign": ""}, "the taint is removed", 1)
         await asyncio.sleep(100)
         assert memory(cluster).machines == {}, "a failure counts once"
 
@@ -252,9 +252,9 @@ async def test_a_node_is_released_by_deleting_its_entry() -> None:
 async def test_a_deleted_memory_is_recreated_empty() -> None:
     async with running_replica() as (cluster, replica):
         report_failure(cluster, "node-3")
-        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
+        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, "the node in quarantine", 1)
         cluster.remove(CONFIG_MAPS, "system", MEMORY)
-        await until(lambda: replica.fleet.view.quarantined == frozenset(), POLL_SECONDS + 1, "the release")
+        await until(lambda: replica.fleet.view.quarantined == frozenset(), "the release", POLL_SECONDS + 1)
         await asyncio.sleep(30)
         assert memory(cluster).machines == {}
 
@@ -273,7 +273,7 @@ async def test_a_concurrent_change_of_the_memory_is_merged() -> None:
 
         cluster.faults.append(change_memory)
         report_failure(cluster, "node-3")
-        await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-7"}, 2, "both")
+        await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-7"}, "both", 2)
         assert set(memory(cluster).machines) == {"aws:///i-3", "aws:///i-7"}
 
 
@@ -281,12 +281,12 @@ async def test_a_concurrent_change_of_the_memory_is_merged() -> None:
 async def test_quarantine_continues_while_the_memory_cannot_be_written() -> None:
     async with running_replica() as (cluster, replica):
         report_failure(cluster, "node-3")
-        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
+        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, "the node in quarantine", 1)
         cluster.faults.append(lambda _method, path: http_error(500, "Internal") if path.endswith(MEMORY) else None)
         cluster.change(NODES, "", "node-4", set_condition("NeuronHealth", "True"))
-        await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-4"}, 30, "the second too")
+        await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-4"}, "the second too", 30)
         cluster.faults.clear()
-        await until(lambda: set(memory(cluster).machines) == {"aws:///i-3", "aws:///i-4"}, 30, "both remembered")
+        await until(lambda: set(memory(cluster).machines) == {"aws:///i-3", "aws:///i-4"}, "both remembered", 30)
 
 
 @in_virtual_time
@@ -299,7 +299,7 @@ async def test_a_machine_is_recognised_under_another_node_name() -> None:
         report_failure(cluster, "node-3")
         await asyncio.sleep(1)
         cluster.add(NODES, {**node, "metadata": {"name": "fresh"}})
-        await until(lambda: replica.fleet.view.quarantined == {"fresh"}, 1, "the same machine")
+        await until(lambda: replica.fleet.view.quarantined == {"fresh"}, "the same machine", 1)
 
 
 @in_virtual_time
@@ -311,7 +311,7 @@ async def test_a_plan_sees_bad_nodes_and_the_freeze_together() -> None:
         replica.caches.nodes.store.listen(lambda *_: frozen.append(replica.fleet.get_current_view().frozen[:13]))
         for number in range(4):
             cluster.change(NODES, "", f"node-{number}", set_condition("NeuronHealth", "True"))
-        await until(lambda: len(frozen) == 4, 0.1, "events of the nodes")
+        await until(lambda: len(frozen) == 4, "events of the nodes", 0.1)
         assert frozen == ["", "", "3 of 10 nodes", "4 of 10 nodes"]
 
 
@@ -330,9 +330,9 @@ async def test_quarantine_works_without_the_right_to_patch_nodes() -> None:
             lambda method, path: http_error(403, "Forbidden") if method == "PATCH" and "/nodes/" in path else None
         )
         report_failure(cluster, "node-3")
-        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
+        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, "the node in quarantine", 1)
         report_failure(cluster, "node-4")
-        await until(lambda: "node-4" in replica.fleet.view.quarantined, 10, "the next one too")
+        await until(lambda: "node-4" in replica.fleet.view.quarantined, "the next one too", 10)
 
 
 @in_virtual_time
@@ -362,13 +362,13 @@ async def test_nodes_observed_during_a_write_are_kept() -> None:
                 written = await api.replace(*arguments)
                 for number in range(4, 8):
                     cluster.change(NODES, "", f"node-{number}", set_condition("Ready", "False"))
-                await until(lambda: replica.fleet.get_current_view().frozen, 1, "too many bad nodes")
+                await until(lambda: replica.fleet.get_current_view().frozen, "too many bad nodes", 1)
                 has_frozen.set()
                 return written
 
         replica.fleet.api = SlowApi()
         report_failure(cluster, "node-3")
-        await until(has_frozen.is_set, 2, "the write of the memory")
+        await until(has_frozen.is_set, "the write of the memory", 2)
         for _ in range(50):
             assert replica.fleet.get_current_view().frozen
             await asyncio.sleep(0.005)

@@ -117,7 +117,7 @@ async def test_a_foreign_object_with_a_taken_name_is_unchanged_and_reported(
     foreign = cluster.add(resource, {"metadata": {"name": name}, "data": {"mine": "x"}, "spec": {"minAvailable": 1}})
     cluster.add(JOBS, training_job("llama"))
     async with scenario:
-        await until(lambda: scenario.condition(kind).get("reason") == "NameTaken", 120, "the name is reported")
+        await until(lambda: scenario.condition(kind).get("reason") == "NameTaken", "the name is reported", 120)
         assert f"{name} exists and does not belong to this job" in scenario.condition(kind)["message"]
         await asyncio.sleep(120)
         assert scenario.condition(kind)["reason"] == "NameTaken"
@@ -126,12 +126,12 @@ async def test_a_foreign_object_with_a_taken_name_is_unchanged_and_reported(
         cluster.remove(JOBS, "default", "llama")
         assert cluster.get(resource, "default", name) == foreign, "it outlives the job"
         cluster.add(JOBS, training_job("llama"))
-        await until(lambda: scenario.condition(kind).get("reason") == "NameTaken", 120, "the name is reported again")
+        await until(lambda: scenario.condition(kind).get("reason") == "NameTaken", "the name is reported again", 120)
         cluster.remove(resource, "default", name)
         await until(
             lambda: scenario.condition(kind).get("reason") in ("AllReady", "DisruptionAllowed"),
-            180,
             "the job creates its object",
+            180,
         )
         assert cluster.get(resource, "default", name)["metadata"]["ownerReferences"]
 
@@ -215,7 +215,7 @@ LEFT = (
 async def test_objects_that_an_orphaning_deletion_left_become_those_of_the_next_job() -> None:
     async with Scenario(training_job("llama"), nodes=6, settings=SETTINGS) as scenario:
         cluster = scenario.cluster
-        await until(lambda: scenario.condition("DisruptionAllowed").get("status") == "True", 120, "all are created")
+        await until(lambda: scenario.condition("DisruptionAllowed").get("status") == "True", "all are created", 120)
         for resource, name in LEFT:
             cluster.change(resource, "default", name, lambda raw: raw["metadata"].pop("ownerReferences"))
         cluster.change(CONFIG_MAPS, "default", "llama-membership", lambda raw: raw.update(data={"status": "{}"}))
@@ -224,7 +224,7 @@ async def test_objects_that_an_orphaning_deletion_left_become_those_of_the_next_
         old = cluster.get(JOBS, "default", "llama")["metadata"]["uid"]
         cluster.remove(JOBS, "default", "llama")
         new = cluster.add(JOBS, training_job("llama"))["metadata"]["uid"]
-        await until(lambda: scenario.status().get("phase") == "Running", 120, "the next job trains")
+        await until(lambda: scenario.status().get("phase") == "Running", "the next job trains", 120)
         for resource, name in LEFT:
             metadata = cluster.get(resource, "default", name)["metadata"]
             assert [owner["uid"] for owner in metadata["ownerReferences"]] == [new], name
@@ -245,7 +245,7 @@ async def test_an_object_that_is_not_provably_of_an_earlier_job_is_left_alone(ch
     left = scenario.cluster.add(CONFIG_MAPS, {"metadata": metadata, "data": {"mine": "x"}})
     scenario.cluster.add(JOBS, training_job("llama"))
     async with scenario:
-        await until(lambda: scenario.condition("PodsReady").get("reason") == "NameTaken", 120, "the name is reported")
+        await until(lambda: scenario.condition("PodsReady").get("reason") == "NameTaken", "the name is reported", 120)
         assert scenario.cluster.get(CONFIG_MAPS, "default", "llama-config") == left
 
 
@@ -257,6 +257,6 @@ async def test_a_job_names_the_object_of_an_earlier_job_that_it_waits_for() -> N
     scenario.cluster.add(JOBS, training_job("llama"))
     async with scenario:
         sentence = "ConfigMap llama-config belongs to an earlier job of this name; waiting until it is deleted"
-        await until(lambda: sentence in scenario.condition("PodsReady").get("message", ""), 120, "the sentence")
+        await until(lambda: sentence in scenario.condition("PodsReady").get("message", ""), "the sentence", 120)
         scenario.cluster.remove(CONFIG_MAPS, "default", "llama-config")
-        await until(lambda: scenario.status().get("phase") == "Running", 120, "it trains")
+        await until(lambda: scenario.status().get("phase") == "Running", "it trains", 120)

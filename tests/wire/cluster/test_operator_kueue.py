@@ -72,33 +72,33 @@ def queued_pods(deployment: OperatorDeployment) -> dict[str, str]:
 async def train_to_end(deployment: OperatorDeployment, kueue: FakeKueue) -> None:
     await deployment.wait_until_running()
     deployment.workers.total_steps = deployment.workers.step + 5
-    await until(lambda: kueue.condition(BASE, "Finished"), 120, "its end is reported")
+    await until(lambda: kueue.condition(BASE, "Finished"), "its end is reported", 120)
 
 
 async def evict_and_readmit(deployment: OperatorDeployment, kueue: FakeKueue) -> None:
     await deployment.wait_until_running()
     kueue.capacity = 2
     kueue.evict(BASE)
-    await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "the quota is returned")
+    await until(lambda: not kueue.condition(BASE, "QuotaReserved"), "the quota is returned", 120)
     assert deployment.status()["membership"].get("size", 0) == 0
-    await until(lambda: deployment.status()["phase"] == "Pending", 60, "it waits")
+    await until(lambda: deployment.status()["phase"] == "Pending", "it waits", 60)
     kueue.capacity = 6
     await deployment.wait_for_steps()
     await deployment.wait_until_running()
 
 
 async def lose_and_regain_a_worker(deployment: OperatorDeployment, kueue: FakeKueue) -> None:
-    await until(lambda: deployment.status().get("replicas") == 3, 120, "three nodes")
+    await until(lambda: deployment.status().get("replicas") == 3, "three nodes", 120)
     await deployment.wait_until_running()
     await deployment.wait_for_steps()
     before = set(deployment.pods().values())
     kueue.capacity = 3
     kueue.evict(STEP)
-    await until(lambda: not kueue.condition(STEP, "QuotaReserved"), 240, "the step is returned")
+    await until(lambda: not kueue.condition(STEP, "QuotaReserved"), "the step is returned", 240)
     assert deployment.status()["replicas"] == 2
     assert set(deployment.pods().values()) < before, "the remaining pods are kept"
     kueue.capacity = 6
-    await until(lambda: deployment.status().get("replicas") == 3, 240, "three nodes again")
+    await until(lambda: deployment.status().get("replicas") == 3, "three nodes again", 240)
     await deployment.wait_for_steps()
     await deployment.wait_until_running()
 
@@ -107,7 +107,7 @@ async def suspend_and_resume(deployment: OperatorDeployment, kueue: FakeKueue) -
     await deployment.wait_until_running()
     deployment.change_spec(lambda spec: spec.update(suspend=True))
     await until(
-        lambda: deployment.status().get("phase") == "Suspended" and not kueue.workloads(), 120, "no Workload exists"
+        lambda: deployment.status().get("phase") == "Suspended" and not kueue.workloads(), "no Workload exists", 120
     )
     deployment.change_spec(lambda spec: spec.update(suspend=False))
     await deployment.wait_for_steps()
@@ -118,7 +118,7 @@ async def delete_workload(deployment: OperatorDeployment, kueue: FakeKueue) -> N
     """Delete the Workload of a running job."""
     await deployment.wait_until_running()
     deployment.cluster.remove(WORKLOADS, "default", BASE)
-    await until(lambda: kueue.condition(BASE, "Admitted"), 120, "a new Workload is admitted")
+    await until(lambda: kueue.condition(BASE, "Admitted"), "a new Workload is admitted", 120)
     await deployment.wait_for_steps()
     await deployment.wait_until_running()
 
@@ -225,13 +225,13 @@ async def test_a_new_leader_plans_other_jobs_while_workloads_cannot_be_listed() 
         unreadable.set(http_error(500, "InternalError", "conversion webhook failed"))
         await deployment.kill_operator("operator-0")
         deployment.change_spec(lambda spec: spec["workers"].update(replicas=1), "plain")
-        await until(lambda: deployment.status("plain").get("replicas") == 1, 120, "others are planned")
+        await until(lambda: deployment.status("plain").get("replicas") == 1, "others are planned", 120)
         kueue.capacity = 2
         kueue.evict(BASE)
         await deployment.wait_for_steps(job="llama")
         assert queued_pods(deployment) == before, "unknown Workloads change nothing"
         unreadable.set(None)
-        await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "the quota is returned")
+        await until(lambda: not kueue.condition(BASE, "QuotaReserved"), "the quota is returned", 120)
         kueue.capacity = 6
         await deployment.wait_until_running()
 
@@ -253,6 +253,6 @@ async def test_unreadable_workloads_of_a_namespace_count_as_unknown() -> None:
         assert deployment.pods() == before
         kueue.capacity = 2
         kueue.evict(BASE)
-        await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "the eviction is applied")
+        await until(lambda: not kueue.condition(BASE, "QuotaReserved"), "the eviction is applied", 120)
         kueue.capacity = 6
         await deployment.wait_until_running()

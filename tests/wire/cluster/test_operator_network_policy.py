@@ -37,7 +37,7 @@ class Scenario(replicas.Scenario):
         """Delete one worker, and wait until another one replaces it."""
         lost = self.cluster.names(PODS)[0]
         self.cluster.remove(PODS, "default", lost)
-        await until(lambda: len(self.cluster.names(PODS)) == 2, 20, "a new worker")
+        await until(lambda: len(self.cluster.names(PODS)) == 2, "a new worker", 20)
         await self.wait_for_steps()
 
 
@@ -76,7 +76,7 @@ async def test_a_deleted_policy_is_recreated_and_an_edited_one_is_reverted() -> 
     async with Scenario() as scenario:
         await scenario.wait_for_steps()
         scenario.cluster.remove(NETWORK_POLICIES, "default", NAME)
-        await until(lambda: scenario.policies() == [NAME], 30, "it is back")
+        await until(lambda: scenario.policies() == [NAME], "it is back", 30)
 
         def edit(raw: dict[str, Any]) -> None:
             raw["metadata"]["annotations"] = {}
@@ -84,21 +84,21 @@ async def test_a_deleted_policy_is_recreated_and_an_edited_one_is_reverted() -> 
 
         scenario.cluster.change(NETWORK_POLICIES, "default", NAME, edit)
         whole = lambda: len(scenario.cluster.get(NETWORK_POLICIES, "default", NAME)["spec"]["ingress"]) == 2  # noqa: E731
-        await until(whole, 30, "it is as it was")
+        await until(whole, "it is as it was", 30)
 
 
 @in_virtual_time
 async def test_a_foreign_policy_is_unchanged_and_reported() -> None:
     async with Scenario() as scenario:
         mine = scenario.cluster.add(NETWORK_POLICIES, {"metadata": {"name": NAME}, "spec": {"podSelector": {}}})
-        await until(lambda: scenario.applied_condition().get("reason") == "NameTaken", 60, "the condition")
+        await until(lambda: scenario.applied_condition().get("reason") == "NameTaken", "the condition", 60)
         assert f"NetworkPolicy {NAME} exists and does not belong to this job" in scenario.applied_condition()["message"]
         await scenario.wait_for_replacement()
         await asyncio.sleep(600)
         assert scenario.cluster.get(NETWORK_POLICIES, "default", NAME) == mine
         assert scenario.writes("") < 12, "it is not insisted"
         scenario.cluster.remove(NETWORK_POLICIES, "default", NAME)
-        await until(lambda: scenario.applied_condition().get("status") == "True", 330, "the job has its own")
+        await until(lambda: scenario.applied_condition().get("status") == "True", "the job has its own", 330)
         assert scenario.cluster.get(NETWORK_POLICIES, "default", NAME)["metadata"]["ownerReferences"]
 
 
@@ -115,7 +115,7 @@ async def test_a_refused_policy_is_reported_and_the_job_trains_and_recovers(faul
     async with Scenario() as scenario:
         scenario.cluster.faults.append(fault)
         await scenario.wait_for_steps()
-        await until(lambda: scenario.applied_condition().get("status") == "False", 60, "the condition")
+        await until(lambda: scenario.applied_condition().get("status") == "False", "the condition", 60)
         assert (scenario.applied_condition()["reason"], words in scenario.applied_condition()["message"]) == (
             "WriteFailed",
             True,
@@ -124,7 +124,7 @@ async def test_a_refused_policy_is_reported_and_the_job_trains_and_recovers(faul
         assert [words in raw["message"] for raw in events if raw["reason"] == "WriteFailed"] == [True]
         await scenario.wait_for_replacement()
         scenario.cluster.faults.clear()
-        await until(lambda: scenario.applied_condition().get("status") == "True", 400, "it is made once it may be")
+        await until(lambda: scenario.applied_condition().get("status") == "True", "it is made once it may be", 400)
         assert scenario.policies() == [NAME]
 
 
@@ -132,7 +132,7 @@ async def test_a_refused_policy_is_reported_and_the_job_trains_and_recovers(faul
 async def test_a_new_leader_writes_no_policy_again() -> None:
     async with Scenario() as scenario:
         await scenario.wait_for_steps()
-        await until(lambda: scenario.policies() == [NAME], 30, "the policy")
+        await until(lambda: scenario.policies() == [NAME], "the policy", 30)
         before = (scenario.writes("POST"), scenario.writes("PATCH"))
         await scenario.process.kill()
         scenario.process = OperatorProcess(scenario.cluster, settings=SETTINGS, identity="operator-1")

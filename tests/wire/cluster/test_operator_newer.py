@@ -71,7 +71,7 @@ async def test_an_operator_that_starts_recovers_jobs_with_newer_fields() -> None
         older = OperatorProcess(cluster, identity="operator-1")
         scenario.workers.operator = older
         await older.start()
-        await until(older.runtime.leading.is_set, 120, "it leads")
+        await until(older.runtime.leading.is_set, "it leads", 120)
         scenario.workers.kill_pod("llama-w-0")
         await scenario.wait_for_steps()
         await older.kill()
@@ -85,11 +85,11 @@ async def test_a_job_is_recovered_while_the_definition_lacks_status_fields() -> 
         cluster.undeclared = {"status.selector", "status.membership.batch", "status.goodput.sizes"}
         scenario.workers.kill_pod("llama-w-0")
         await scenario.wait_for_steps()
-        await until(lambda: "recoveredSeconds" in scenario.status()["history"][-1], 120, "the recovery is reported")
+        await until(lambda: "recoveredSeconds" in scenario.status()["history"][-1], "the recovery is reported", 120)
         assert scenario.status()["membership"]["generation"] == 2
         cluster.undeclared = set()
         cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].pop("selector", None))
-        await until(lambda: "selector" in scenario.status(), 120, "the omitted field is written again")
+        await until(lambda: "selector" in scenario.status(), "the omitted field is written again", 120)
 
 
 def test_only_undeclared_fields_are_left_out_of_a_status() -> None:

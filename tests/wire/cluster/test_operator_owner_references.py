@@ -33,7 +33,7 @@ async def running_operator(cluster: FakeApiServer, **more: Any) -> AsyncIterator
     await process.runtime.certificate_keeper.refresh(write=True)
     await process.start()
     try:
-        await until(process.runtime.leading.is_set, 60, "leading")
+        await until(process.runtime.leading.is_set, "leading", 60)
         yield
     finally:
         await process.kill()
@@ -59,9 +59,9 @@ def owned_by(*uids: str) -> dict[tuple[str, str], list[str]]:
 async def test_lease_and_memory_are_deleted_with_the_deployment() -> None:
     cluster = installed_cluster()
     async with running_operator(cluster):
-        await until(lambda: owners(cluster) == owned_by("first"), 30, "both are owned")
+        await until(lambda: owners(cluster) == owned_by("first"), "both are owned", 30)
         renewed = cluster.get(LEASES, "system", NAME)["spec"]["renewTime"]
-        await until(lambda: cluster.get(LEASES, "system", NAME)["spec"]["renewTime"] > renewed, 30, "renewed")
+        await until(lambda: cluster.get(LEASES, "system", NAME)["spec"]["renewTime"] > renewed, "renewed", 30)
         assert owners(cluster) == owned_by("first"), "a renewal keeps the owner"
     cluster.remove(DEPLOYMENTS, "system", NAME)
     assert existing_objects(cluster) == set()
@@ -71,12 +71,12 @@ async def test_lease_and_memory_are_deleted_with_the_deployment() -> None:
 async def test_objects_recreated_during_an_uninstall_have_their_owner() -> None:
     cluster = installed_cluster()
     async with running_operator(cluster):
-        await until(lambda: owners(cluster) == owned_by("first"), 30, "both are owned")
+        await until(lambda: owners(cluster) == owned_by("first"), "both are owned", 30)
         made: list[Any] = []
         cluster.after_write = lambda write: made.append(write) if write.method == "POST" else None
         cluster.remove(DEPLOYMENTS, "system", NAME)
         await until(
-            lambda: existing_objects(cluster) == OURS, 60, "the process continues for a while and creates both again"
+            lambda: existing_objects(cluster) == OURS, "the process continues for a while and creates both again", 60
         )
         bodies = [write.body for write in made if write.path.rpartition("/")[2] in ("leases", "configmaps")]
         assert [[owner["uid"] for owner in body["metadata"]["ownerReferences"]] for body in bodies] == [["first"]] * 2
@@ -86,13 +86,13 @@ async def test_objects_recreated_during_an_uninstall_have_their_owner() -> None:
 async def test_objects_without_an_owner_are_adopted_with_their_content() -> None:
     cluster = installed_cluster()
     async with running_operator(cluster, deployment=""):
-        await until(lambda: existing_objects(cluster) == OURS, 30, "both are there")
+        await until(lambda: existing_objects(cluster) == OURS, "both are there", 30)
         assert owners(cluster) == owned_by()
     remembered = {"i-1": "machine: i-1\nstate: Permanent\n"}
     cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].update(remembered))
     cluster.change(LEASES, "system", NAME, lambda raw: raw["metadata"].update(ownerReferences=[FOREIGN_OWNER]))
     async with running_operator(cluster):
-        await until(lambda: owners(cluster)[CONFIG_MAPS.plural, MEMORY] == ["first"], 60, "adopted")
+        await until(lambda: owners(cluster)[CONFIG_MAPS.plural, MEMORY] == ["first"], "adopted", 60)
         assert owners(cluster)[LEASES.plural, NAME] == ["theirs", "first"]
         assert "Permanent" in cluster.get(CONFIG_MAPS, "system", MEMORY)["data"]["i-1"]
 
@@ -101,26 +101,26 @@ async def test_objects_without_an_owner_are_adopted_with_their_content() -> None
 async def test_a_recreated_deployment_becomes_the_owner() -> None:
     cluster = installed_cluster()
     async with running_operator(cluster):
-        await until(lambda: owners(cluster) == owned_by("first"), 30, "both are owned")
+        await until(lambda: owners(cluster) == owned_by("first"), "both are owned", 30)
     raw = cluster.objects.pop((DEPLOYMENTS.plural, "system", NAME))
     cluster.add(DEPLOYMENTS, {"metadata": {**raw["metadata"], "uid": "second"}})
     async with running_operator(cluster):
-        await until(lambda: owners(cluster) == owned_by("second"), 60, "both belong to the new release")
+        await until(lambda: owners(cluster) == owned_by("second"), "both belong to the new release", 60)
 
 
 @in_virtual_time
 async def test_keep_memory_removes_the_owner_of_the_memory() -> None:
     cluster = installed_cluster()
     async with running_operator(cluster):
-        await until(lambda: owners(cluster) == owned_by("first"), 30, "both are owned")
+        await until(lambda: owners(cluster) == owned_by("first"), "both are owned", 30)
     async with running_operator(cluster, keep_memory=True):
-        await until(lambda: owners(cluster)[CONFIG_MAPS.plural, MEMORY] == [], 60, "let go")
+        await until(lambda: owners(cluster)[CONFIG_MAPS.plural, MEMORY] == [], "let go", 60)
     raw = cluster.get(DEPLOYMENTS, "system", NAME)
     cluster.remove(DEPLOYMENTS, "system", NAME)
     assert existing_objects(cluster) == {(CONFIG_MAPS.plural, MEMORY)}
     cluster.add(DEPLOYMENTS, {"metadata": {**raw["metadata"], "uid": "second"}})
     async with running_operator(cluster):
-        await until(lambda: owners(cluster) == owned_by("second"), 60, "both are adopted again")
+        await until(lambda: owners(cluster) == owned_by("second"), "both are adopted again", 60)
 
 
 @pytest.mark.parametrize("refused", ["GET /apis/apps/v1", f"PUT /api/v1/namespaces/system/configmaps/{MEMORY}"])
@@ -129,7 +129,7 @@ async def test_a_missing_right_is_logged_once(refused: str, caplog: pytest.LogCa
     cluster = installed_cluster()
     method, _, path = refused.partition(" ")
     async with running_operator(cluster, deployment=""):
-        await until(lambda: existing_objects(cluster) == OURS, 30, "both are there")
+        await until(lambda: existing_objects(cluster) == OURS, "both are there", 30)
     cluster.faults.append(
         lambda asked, where: http_error(403, "you may not") if asked == method and where.startswith(path) else None
     )
@@ -150,10 +150,10 @@ async def test_a_missing_right_is_logged_once(refused: str, caplog: pytest.LogCa
 async def test_owned_objects_are_checked_every_few_minutes() -> None:
     cluster = installed_cluster()
     async with running_operator(cluster):
-        await until(lambda: owners(cluster) == owned_by("first"), 30, "both are owned")
+        await until(lambda: owners(cluster) == owned_by("first"), "both are owned", 30)
         await asyncio.sleep(2 * RETRY_SECONDS)
         before = len([request for request in cluster.requests if "/apis/apps/" in request[1]])
         await asyncio.sleep(POLL_SECONDS - 3 * RETRY_SECONDS)
         assert len([request for request in cluster.requests if "/apis/apps/" in request[1]]) == before
         cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["metadata"].update(ownerReferences=[]))
-        await until(lambda: owners(cluster) == owned_by("first"), POLL_SECONDS + 30, "both are adopted again")
+        await until(lambda: owners(cluster) == owned_by("first"), "both are adopted again", POLL_SECONDS + 30)

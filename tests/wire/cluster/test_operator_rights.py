@@ -48,7 +48,7 @@ async def test_the_operator_uses_only_the_listed_rights() -> None:
     await process.start()
     running = asyncio.create_task(workers.run())
     done = lambda: cluster.get(JOBS, "default", "llama").get("status", {}).get("phase") == "Completed"  # noqa: E731
-    await until(done, 300, "completed")
+    await until(done, "completed", 300)
     cluster.change(JOBS, "default", "llama", lambda raw: raw["metadata"].update(labels={"a": "b"}))
     await asyncio.sleep(5)
     for task in (running, holding):

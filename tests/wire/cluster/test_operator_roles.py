@@ -75,11 +75,11 @@ def test_a_role_is_whole_after_each_death_of_the_operator(stride: int) -> None:
         async with run_roles(replicas=0) as (env, _):
             first = await env.start_operator("operator-0", die_after_write=die_after_write)
             await env.wait_until_running()
-            await until(lambda: count_ready(env) == 2, 60, "both pods of the role are ready")
+            await until(lambda: count_ready(env) == 2, "both pods of the role are ready", 60)
             generation = env.status()["membership"]["generation"]
             env.cluster.change(PODS, "default", env.role_pods("rollout")[0], end_worker(137, "Error", "Failed"))
-            await until(lambda: count_ready(env) == 1, 60, "one pod is lost")
-            await until(lambda: count_ready(env) == 2, 60, "it is replaced")
+            await until(lambda: count_ready(env) == 1, "one pod is lost", 60)
+            await until(lambda: count_ready(env) == 2, "it is replaced", 60)
             await env.wait_for_steps()
             end = {
                 "pods": len(env.role_pods("rollout")),
@@ -112,11 +112,11 @@ async def test_refused_pods_of_a_role_do_not_stop_training_once_it_runs() -> Non
         with env.refused_pods("rollout", "exceeded quota: pods"):
             env.cluster.remove(PODS, "default", env.role_pods("rollout")[0])
             message = lambda: env.status()["roles"][0].get("message", "")  # noqa: E731
-            await until(lambda: "exceeded quota: pods" in message(), 60, "it is reported")
+            await until(lambda: "exceeded quota: pods" in message(), "it is reported", 60)
             env.workers.kill_pod(next(name for name in env.cluster.names(PODS) if "-w-" in name))
-            await until(lambda: env.status().get("restarts", {}).get("total") == 1, 60, "a lost worker is replaced")
+            await until(lambda: env.status().get("restarts", {}).get("total") == 1, "a lost worker is replaced", 60)
             await env.wait_until_running()
-        await until(lambda: count_ready(env) == 2, 900, "both pods of the role are ready")
+        await until(lambda: count_ready(env) == 2, "both pods of the role are ready", 900)
         assert not env.status()["roles"][0].get("message")
 
 
@@ -125,11 +125,11 @@ async def test_a_suspended_job_and_one_that_has_ended_have_no_pod_of_a_role() ->
     async with run_roles(replicas=1) as (env, _):
         await env.wait_until_running()
         env.cluster.change(JOBS, "default", "llama", lambda raw: raw["spec"].update(suspend=True))
-        await until(lambda: env.status()["phase"] == "Suspended", 120, "it is suspended")
+        await until(lambda: env.status()["phase"] == "Suspended", "it is suspended", 120)
         assert env.cluster.names(PODS) == []
         env.cluster.change(JOBS, "default", "llama", lambda raw: raw["spec"].update(suspend=False))
         await env.wait_until_running()
-        await until(lambda: count_ready(env) == 2, 60, "the role is back")
+        await until(lambda: count_ready(env) == 2, "the role is back", 60)
 
 
 @in_virtual_time
@@ -143,10 +143,10 @@ async def test_a_refused_network_policy_of_roles_is_reported_beside_that_of_the_
         env.cluster.faults.append(refuse)
         await env.start_operator("operator-0")
         await env.wait_until_running()
-        await until(lambda: env.condition("Reconciled").get("status") == "False", 60, "it is reported")
+        await until(lambda: env.condition("Reconciled").get("status") == "False", "it is reported", 60)
         assert "NetworkPolicy llama-roles" in env.condition("Reconciled")["message"]
         assert "llama-workers" not in env.condition("Reconciled")["message"], "its condition is NetworkPolicyApplied"
         assert "denied by admission" in env.condition("NetworkPolicyApplied")["message"]
         env.cluster.faults.clear()
-        await until(lambda: env.condition("Reconciled").get("status") == "True", 400, "it is created")
+        await until(lambda: env.condition("Reconciled").get("status") == "True", "it is created", 400)
         assert env.cluster.names(NETWORK_POLICIES) == ["llama-roles", "llama-workers"]

@@ -52,7 +52,7 @@ async def test_orphans_of_an_earlier_job_are_named_with_their_nodes_until_they_a
             scenario.cluster.change(PODS, "default", name, lambda raw: raw["metadata"].pop("ownerReferences"))
         scenario.cluster.remove(JOBS, "default", "llama")
         scenario.cluster.add(JOBS, training_job())
-        await until(lambda: bool(message(scenario)), 60, "the condition")
+        await until(lambda: bool(message(scenario)), "the condition", 60)
         for name in orphans:
             node = scenario.cluster.get(PODS, "default", name)["spec"]["nodeName"]
             assert (
@@ -61,7 +61,7 @@ async def test_orphans_of_an_earlier_job_are_named_with_their_nodes_until_they_a
             )
         for name in orphans:
             scenario.cluster.remove(PODS, "default", name)
-        await until(lambda: scenario.condition("Reconciled").get("status") == "True", 60, "they are gone")
+        await until(lambda: scenario.condition("Reconciled").get("status") == "True", "they are gone", 60)
 
 
 @pytest.mark.parametrize("label", [LABEL_JOB, LABEL_ROLE])
@@ -72,26 +72,26 @@ async def test_a_worker_whose_label_is_removed_is_replaced_and_named_with_its_no
         name = scenario.cluster.names(PODS)[0]
         node = scenario.cluster.get(PODS, "default", name)["spec"]["nodeName"]
         scenario.cluster.change(PODS, "default", name, lambda raw: raw["metadata"]["labels"].pop(label))
-        await until(lambda: bool(message(scenario)), 60, "the condition")
+        await until(lambda: bool(message(scenario)), "the condition", 60)
         assert f"its label {label} was removed or changed, and keeps node {node}" in message(scenario)
-        await until(lambda: scenario.status()["phase"] == "Running", 60, "another worker trains")
+        await until(lambda: scenario.status()["phase"] == "Running", "another worker trains", 60)
         assert name in scenario.cluster.names(PODS), "it is left alone"
         await asyncio.sleep(120)
         assert message(scenario)
         scenario.cluster.remove(PODS, "default", name)
-        await until(lambda: scenario.condition("Reconciled").get("status") == "True", 120, "it is gone")
+        await until(lambda: scenario.condition("Reconciled").get("status") == "True", "it is gone", 120)
 
 
 @in_virtual_time
 async def test_a_spare_whose_role_is_removed_is_named_until_it_is_deleted() -> None:
     async with Scenario(training_job(spares=1), nodes=6) as scenario:
         await scenario.wait_for_steps()
-        await until(lambda: scenario.status().get("spares") == 1, 60, "the spare is warm")
+        await until(lambda: scenario.status().get("spares") == 1, "the spare is warm", 60)
         members = {member["podName"] for member in scenario.membership()["members"]}
         (spare,) = set(scenario.cluster.names(PODS)) - members
         scenario.cluster.change(PODS, "default", spare, lambda raw: raw["metadata"]["labels"].pop(LABEL_ROLE))
-        await until(lambda: f"pod {spare} is not a worker" in message(scenario), 60, "the condition")
+        await until(lambda: f"pod {spare} is not a worker" in message(scenario), "the condition", 60)
         await asyncio.sleep(1.2 * RELIST_SECONDS)
         assert message(scenario), "a list does not contain it"
         scenario.cluster.remove(PODS, "default", spare)
-        await until(lambda: scenario.condition("Reconciled").get("status") == "True", 120, "it is gone")
+        await until(lambda: scenario.condition("Reconciled").get("status") == "True", "it is gone", 120)

@@ -79,14 +79,14 @@ async def start(deployment: OperatorDeployment) -> None:
 async def kill_a_process(deployment: OperatorDeployment) -> None:
     await deployment.wait_until_running()
     deployment.workers.crash_process(JOB, 1)
-    await until(lambda: deployment.status().get("restarts", {}).get("total") == 1, 60, "the restart is counted")
+    await until(lambda: deployment.status().get("restarts", {}).get("total") == 1, "the restart is counted", 60)
     await deployment.wait_until_running()
 
 
 async def lose_a_node(deployment: OperatorDeployment) -> None:
     await deployment.wait_until_running()
     lose_node(deployment.workers, deployment.membership()["members"][1]["nodeName"])
-    await until(lambda: deployment.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
+    await until(lambda: deployment.status().get("restarts", {}).get("total") == 1, "the loss is counted", 60)
     await deployment.wait_for_steps()
     await deployment.wait_until_running()
 
@@ -94,7 +94,7 @@ async def lose_a_node(deployment: OperatorDeployment) -> None:
 async def kill_a_pod(deployment: OperatorDeployment) -> None:
     await deployment.wait_until_running()
     deployment.workers.kill_pod(deployment.membership()["members"][0]["podName"])
-    await until(lambda: deployment.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
+    await until(lambda: deployment.status().get("restarts", {}).get("total") == 1, "the loss is counted", 60)
     await deployment.wait_for_steps()
     await deployment.wait_until_running()
 
@@ -103,7 +103,7 @@ async def resize(deployment: OperatorDeployment) -> None:
     await deployment.wait_until_running()
     for size in (3, 1):
         deployment.change_spec(lambda spec, size=size: spec["workers"].update(replicas=size))  # type: ignore[misc]
-        await until(lambda size=size: deployment.status().get("replicas") == size, 120, f"{size} nodes")  # type: ignore[misc]
+        await until(lambda size=size: deployment.status().get("replicas") == size, f"{size} nodes", 120)  # type: ignore[misc]
         await deployment.wait_for_steps()
         await deployment.wait_until_running()
 
@@ -111,9 +111,9 @@ async def resize(deployment: OperatorDeployment) -> None:
 async def suspend_and_resume(deployment: OperatorDeployment) -> None:
     await deployment.wait_until_running()
     deployment.change_spec(lambda spec: spec.update(suspend=True))
-    await until(lambda: deployment.status().get("phase") == "Suspended", 120, "it is suspended")
+    await until(lambda: deployment.status().get("phase") == "Suspended", "it is suspended", 120)
     deployment.change_spec(lambda spec: spec.update(suspend=False))
-    await until(lambda: deployment.status().get("phase") == "Running", 120, "it runs again")
+    await until(lambda: deployment.status().get("phase") == "Running", "it runs again", 120)
     await deployment.wait_for_steps()
     await deployment.wait_until_running()
 
@@ -122,18 +122,18 @@ async def fail(deployment: OperatorDeployment) -> None:
     await deployment.wait_until_running()
     await deployment.wait_for_steps()
     deployment.workers.give_up(JOB, 1, 64)
-    await until(lambda: deployment.status().get("phase") == "Failed", 120, "the verdict")
+    await until(lambda: deployment.status().get("phase") == "Failed", "the verdict", 120)
 
 
 async def complete(deployment: OperatorDeployment) -> None:
     await deployment.wait_until_running()
     deployment.workers.total_steps = deployment.workers.step + 5
-    await until(lambda: deployment.status().get("phase") == "Completed", 120, "the end")
+    await until(lambda: deployment.status().get("phase") == "Completed", "the end", 120)
 
 
 async def expire(deployment: OperatorDeployment) -> None:
     await complete(deployment)
-    await until(lambda: (JOBS.plural, "default", JOB) not in deployment.cluster.objects, 120, "the job is deleted")
+    await until(lambda: (JOBS.plural, "default", JOB) not in deployment.cluster.objects, "the job is deleted", 120)
 
 
 SCENARIOS: dict[str, tuple[Callable[[OperatorDeployment], Awaitable[None]], dict[str, Any]]] = {

@@ -25,7 +25,7 @@ class Scenario(replicas.Scenario):
         return [write for write in self.cluster.writes if method in write.method and path_part in write.path]
 
     async def wait_until_completed(self) -> None:
-        await until(lambda: self.status().get("phase") == "Completed", 240, "the job is completed")
+        await until(lambda: self.status().get("phase") == "Completed", "the job is completed", 240)
 
 
 def list_jobs(scenario: Scenario) -> list[str]:
@@ -74,7 +74,7 @@ async def test_the_disruption_budget_is_written_once_at_the_first_step() -> None
     storage = {"checkpoint": {"storage": {"hostPath": {"path": "/fsx"}}}}
     async with Scenario(storage) as scenario:
         await scenario.wait_for_steps()
-        await until(lambda: scenario.cluster.names(DISRUPTION_BUDGETS) == ["llama"], 30, "the budget")
+        await until(lambda: scenario.cluster.names(DISRUPTION_BUDGETS) == ["llama"], "the budget", 30)
         budget = scenario.cluster.get(DISRUPTION_BUDGETS, "default", "llama")
         assert budget["spec"]["minAvailable"] == 1
         assert budget["apiVersion"] == "policy/v1"

@@ -31,7 +31,7 @@ async def lose_one_node(deployment: OperatorDeployment) -> None:
 
 async def assert_one_replacement(deployment: OperatorDeployment) -> None:
     # A deletion that was refused is tried again after a pause, while the job trains already.
-    await until(lambda: len(deployment.pods()) == 3, 120, "the lost pod is deleted, and a spare stands by")
+    await until(lambda: len(deployment.pods()) == 3, "the lost pod is deleted, and a spare stands by", 120)
     status = deployment.status()
     assert status["restarts"]["total"] == 1
     assert [entry["response"] for entry in status["history"]] == ["Spare"]
@@ -50,7 +50,7 @@ async def test_an_outage_of_ten_minutes_loses_no_step_and_no_pod() -> None:
         # Kubelets could not report either: the node controller has marked all nodes.
         deployment.cluster.down = False
         set_readiness(deployment.cluster, "Unknown")
-        await until(lambda: deployment.leader() is not None, 30, "an operator leads")
+        await until(lambda: deployment.leader() is not None, "an operator leads", 30)
         await asyncio.sleep(40)
         set_readiness(deployment.cluster, "True")
         await deployment.wait_for_steps(100)
@@ -201,7 +201,7 @@ async def test_100_new_jobs_run_with_a_limited_number_of_writes() -> None:
         def count_running() -> int:
             return sum(deployment.status(f"job-{number}").get("phase") == "Running" for number in range(100))
 
-        await until(lambda: count_running() == 100, 120, "all run")
+        await until(lambda: count_running() == 100, "all run", 120)
         leader = deployment.leader()
         assert leader is not None
         writes = leader.connection.writes

@@ -30,7 +30,7 @@ class PartitionedCluster(Scenario):
 async def train_jobs(nodes: int, *jobs: dict[str, Any]) -> AsyncIterator[PartitionedCluster]:
     async with PartitionedCluster(nodes, *jobs) as scenario:
         await until(
-            lambda: {scenario.status(name).get("phase") for name in scenario.names} == {"Running"}, 120, "all run"
+            lambda: {scenario.status(name).get("phase") for name in scenario.names} == {"Running"}, "all run", 120
         )
         await asyncio.sleep(10)
         yield scenario
@@ -100,8 +100,8 @@ async def test_a_failed_rack_is_replaced_once_the_others_hang() -> None:
         for node in rack:
             lose_node(scenario.workers, node)
         step = scenario.workers.step
-        await until(lambda: scenario.status("llama")["membership"]["generation"] == 2, 12, "the spares take over")
-        await until(lambda: scenario.workers.step > step, 12, "it trains on")
+        await until(lambda: scenario.status("llama")["membership"]["generation"] == 2, "the spares take over", 12)
+        await until(lambda: scenario.workers.step > step, "it trains on", 12)
 
 
 def test_forced_deletions_are_limited_for_each_minute() -> None:

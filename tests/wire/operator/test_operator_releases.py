@@ -46,7 +46,7 @@ class TwoReleases(Scenario):
 @asynccontextmanager
 async def train() -> AsyncIterator[TwoReleases]:
     async with TwoReleases() as scenario:
-        await until(lambda: scenario.status().get("phase") == "Running", 120, "it trains")
+        await until(lambda: scenario.status().get("phase") == "Running", "it trains", 120)
         try:
             yield scenario
         finally:
@@ -102,7 +102,7 @@ async def test_the_second_release_serves_once_the_first_is_uninstalled() -> None
         scenario.cluster.add(JOBS, training_job("later", replicas=1))
         await asyncio.sleep(EXPIRY_SECONDS - 15)
         assert not scenario.status("later"), "the first release may only be restarting"
-        await until(lambda: bool(scenario.status("later").get("phase")), 40, "the second release serves")
+        await until(lambda: bool(scenario.status("later").get("phase")), "the second release serves", 40)
         assert scenario.registered() == ["other/trainium-operator"]
         scenario.workers.operator = second
 
@@ -142,5 +142,5 @@ async def test_a_release_without_the_right_to_register_serves_alone() -> None:
         scenario.cluster.faults.append(
             lambda _, path: http_error(403, "Forbidden", "no right") if path.endswith(releases.NAME) else None
         )
-        await until(lambda: scenario.status().get("phase") == "Running", 120, "it trains")
+        await until(lambda: scenario.status().get("phase") == "Running", "it trains", 120)
         assert scenario.process.runtime.releases.may_write()

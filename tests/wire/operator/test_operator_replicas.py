@@ -17,7 +17,7 @@ def now() -> float:
 
 
 async def leads_after(deployment: OperatorDeployment, since: float, seconds: float) -> float:
-    await until(lambda: deployment.leader() is not None, seconds, "another operator leads")
+    await until(lambda: deployment.leader() is not None, "another operator leads", seconds)
     leader = deployment.leader()
     assert leader is not None
     return leader.began_to_lead - since
@@ -67,7 +67,7 @@ async def test_a_new_leader_has_the_recorded_membership() -> None:
         await deployment.wait_until_running()
         assert deployment.membership()["generation"] == 2
         await deployment.kill_operator(deployment.leader_name())
-        await until(lambda: deployment.leader() is not None, 25, "the other leads")
+        await until(lambda: deployment.leader() is not None, "the other leads", 25)
         leader = deployment.leader()
         assert leader is not None
         assert (
@@ -89,14 +89,14 @@ async def test_a_new_leader_serves_agents_before_it_has_listed_pods() -> None:
             lambda method, path: late if (method, path) == ("GET", "/api/v1/pods") else None
         )
         await deployment.stop_operator(name)
-        await until(other.runtime.serving.is_set, 3, "agents are answered")
+        await until(other.runtime.serving.is_set, "agents are answered", 3)
         assert other.runtime.state.get_published_generation(job) == 1
         await asyncio.sleep(3)
         assert all(agent.heartbeat is not None for agent in other.runtime.state.list_agents(job).values())
         assert len(other.runtime.state.list_agents(job)) == len(pods)
         assert not other.runtime.leading.is_set()
         deployment.cluster.faults.clear()
-        await until(other.runtime.leading.is_set, 3, "jobs are planned")
+        await until(other.runtime.leading.is_set, "jobs are planned", 3)
         await deployment.wait_for_steps(20)
         assert_undisturbed(deployment, pods)
 
@@ -148,7 +148,7 @@ async def test_a_partitioned_leader_stops_before_the_other_leads() -> None:
         pods, name = deployment.pods(), deployment.leader_name()
         old, cut = deployment.processes[name], now()
         deployment.disconnect(name)
-        await until(old.ended.is_set, 15, "the leader that cannot renew stops")
+        await until(old.ended.is_set, "the leader that cannot renew stops", 15)
         assert deployment.leader() is None
         stopped = now()
         assert await leads_after(deployment, cut, 25) <= 20
@@ -170,7 +170,7 @@ async def test_writes_of_a_replaced_leader_are_refused() -> None:
         old._lease.cancel()
         deployment.cluster.stall_streams()
         new = await deployment.start_operator("operator-1")
-        await until(new.runtime.leading.is_set, 25, "the other leads")
+        await until(new.runtime.leading.is_set, "the other leads", 25)
         deployment.workers.operators = [new]
         lose_node(deployment.workers, deployment.membership()["members"][1]["nodeName"])
         await deployment.wait_for_steps(20)
@@ -216,7 +216,7 @@ async def test_jumps_of_the_operators_clock_change_nothing() -> None:
             assert_undisturbed(deployment, pods)
             # A replica that starts by the wrong clock takes over in its turn.
             await deployment.kill_operator(leader)
-            await until(lambda: deployment.leader() is not None, 25, "the other leads")
+            await until(lambda: deployment.leader() is not None, "the other leads", 25)
             await deployment.start_operator(leader)
             leader = deployment.leader_name()
             await deployment.wait_for_steps(5)

@@ -18,7 +18,7 @@ from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS
 async def lose_member(deployment: OperatorDeployment) -> None:
     generation = deployment.membership()["generation"]
     deployment.workers.kill_pod(deployment.membership()["members"][0]["podName"])
-    await until(lambda: deployment.membership()["generation"] > generation, 60, "the next generation")
+    await until(lambda: deployment.membership()["generation"] > generation, "the next generation", 60)
     await deployment.wait_until_running()
 
 
@@ -50,7 +50,7 @@ def test_members_that_all_exist_start_again_above_the_generation_that_they_are_i
                 CONFIG_MAPS, "default", "llama-membership", lambda raw: raw.update(binaryData=older)
             )
             await deployment.start_operator("operator-1")
-            await until(lambda: deployment.membership()["generation"] > known, 60, "a generation above the agents'")
+            await until(lambda: deployment.membership()["generation"] > known, "a generation above the agents'", 60)
             await deployment.wait_for_steps()
             await deployment.wait_until_running()
             assert deployment.pods() == pods
@@ -75,7 +75,7 @@ def test_a_restored_record_is_followed_by_a_generation_above_that_of_every_agent
                 CONFIG_MAPS, "default", "llama-membership", lambda raw: raw.update(binaryData=record)
             )
             await deployment.start_operator("operator-1")
-            await until(lambda: deployment.membership()["generation"] > known, 60, "a generation above the agents'")
+            await until(lambda: deployment.membership()["generation"] > known, "a generation above the agents'", 60)
             await deployment.wait_for_steps()
             await deployment.wait_until_running()
             return known, deployment.membership(), deployment.status()

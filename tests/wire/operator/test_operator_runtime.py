@@ -178,7 +178,7 @@ async def test_an_invalid_job_is_reported_and_does_not_hide_others() -> None:
     cluster.add(JOBS, training_job("good"))
     process = OperatorProcess(cluster)
     await process.start()
-    await until(lambda: cluster.names(PODS) != [], 5, "the good job's pods")
+    await until(lambda: cluster.names(PODS) != [], "the good job's pods", 5)
     await run_pending_tasks()
     notes = [raw for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
     assert any(
@@ -206,7 +206,7 @@ async def test_a_plan_that_raises_is_retried_with_backoff() -> None:
 
     process.runtime.reconciler.plan = defective
     await process.start()
-    await until(lambda: cluster.names(PODS) != [], 5, "the good job's pods")
+    await until(lambda: cluster.names(PODS) != [], "the good job's pods", 5)
     await asyncio.sleep(60)
     assert 5 < len(calls) < 15
     assert b'reconcile_errors_total{error="Defect"}' in process.runtime.metrics.render()
@@ -221,7 +221,7 @@ async def test_a_job_deleted_during_recovery_leaves_nothing() -> None:
         def phase(name: str) -> str | None:
             return (cluster.get(JOBS, "default", name).get("status") or {}).get("phase")
 
-        await until(lambda: phase("one") == phase("two") == "Running", 60, "both run")
+        await until(lambda: phase("one") == phase("two") == "Running", "both run", 60)
         lose_node(scenario.workers, cluster.get(PODS, "default", "two-w-0")["spec"]["nodeName"])
         await asyncio.sleep(4.5)
         uid = cluster.get(JOBS, "default", "two")["metadata"]["uid"]
@@ -246,7 +246,7 @@ async def test_jobs_deleted_during_a_plan_leave_no_memory() -> None:
                 done = cluster.writes[since:]
                 return any(write.method == "POST" and f"{name}-membership" in str(write.body) for write in done)
 
-            await until(is_being_published, 60, "the membership is written")
+            await until(is_being_published, "the membership is written", 60)
             cluster.remove(JOBS, "default", name)
             await asyncio.sleep(5)
         state, text = process.runtime.state, process.runtime.metrics.render().decode()
@@ -278,7 +278,7 @@ async def test_metrics_have_phases_and_recoveries_without_job_labels() -> None:
     async with Scenario(training_job(spares=1), nodes=5, total_steps=60) as scenario:
         await scenario.wait_for_steps(seconds=60)
         lose_node(scenario.workers, scenario.cluster.get(PODS, "default", "llama-w-1")["spec"]["nodeName"])
-        await until(lambda: scenario.status().get("phase") == "Completed", 300, "the end")
+        await until(lambda: scenario.status().get("phase") == "Completed", "the end", 300)
         await run_pending_tasks()
         text = scenario.process.runtime.metrics.render().decode()
     assert 'trainingjob_operator_jobs{phase="Completed"} 1.0' in text

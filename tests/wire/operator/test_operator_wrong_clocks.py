@@ -48,15 +48,15 @@ async def test_a_clock_that_is_an_hour_wrong_affects_no_figure(seed: int) -> Non
             message = str(scenario.condition("NodesHealthy").get("message", ""))
             return all(f"{node}: check Clock" in message for node in wrong)
 
-        await until(is_reported, 30, "the clocks are reported")
+        await until(is_reported, "the clocks are reported", 30)
         await asyncio.sleep(60)
         assert not scenario.status().get("history"), "a wrong clock interrupted training"
         scenario.workers.crash_process("llama", rank)
         await asyncio.sleep(20)
         scenario.workers.kill_pod(scenario.membership()["members"][1 - rank]["podName"])
-        await until(lambda: scenario.membership()["generation"] == 2, 60, "a spare has the rank")
+        await until(lambda: scenario.membership()["generation"] == 2, "a spare has the rank", 60)
         assert spares[0] not in {member["nodeName"] for member in scenario.membership()["members"]}
-        await until(lambda: scenario.status().get("phase") == "Completed", 600, "the job completes")
+        await until(lambda: scenario.status().get("phase") == "Completed", "the job completes", 600)
         history = scenario.status()["history"]
         assert [entry["response"] for entry in history] == ["InPlace", "Spare"]
         assert all(entry["recoveredSeconds"] < 60 for entry in history)

@@ -150,7 +150,7 @@ def test_worker_pods_receive_the_uid_of_the_operators_namespace_as_the_cluster()
         cluster = FakeApiServer(wall_clock)
         cluster.add(JOBS, training_job(replicas=1))
         process = await start_process(cluster)
-        await until(lambda: bool(cluster.names(PODS)), 60, "a pod")
+        await until(lambda: bool(cluster.names(PODS)), "a pod", 60)
         await process.kill()
         return cluster
 
@@ -166,7 +166,7 @@ def test_a_pod_group_is_created_before_its_pods() -> None:
         cluster.add(NODES, {"metadata": {"name": "node-0", "labels": {LAYERS[2]: "r0"}}})
         cluster.add(JOBS, training_job(spares=1))
         process = await start_process(cluster)
-        await until(lambda: len(cluster.names(PODS)) > 1, 60, "pods")
+        await until(lambda: len(cluster.names(PODS)) > 1, "pods", 60)
         await process.kill()
         return cluster
 

@@ -73,8 +73,8 @@ def pods(cluster: FakeApiServer, namespace: str) -> list[tuple[str, str]]:
 @in_virtual_time
 async def test_only_listed_namespaces_are_read() -> None:
     async with scenario() as (cluster, rights, process, workers):
-        await until(reports_steps(workers, "red-job"), 60, "red trains")
-        await until(reports_steps(workers, "blue-job"), 60, "blue trains")
+        await until(reports_steps(workers, "red-job"), "red trains", 60)
+        await until(reports_steps(workers, "blue-job"), "blue trains", 60)
         await asyncio.sleep(700)
         assert "status" not in cluster.get(JOBS, "grey", "grey-job")
         assert cluster.names(PODS, "grey") == []
@@ -86,7 +86,7 @@ async def test_only_listed_namespaces_are_read() -> None:
 @in_virtual_time
 async def test_a_forbidden_namespace_is_served_once_it_can_be_read() -> None:
     async with scenario(missing=("blue",)) as (cluster, rights, process, workers):
-        await until(reports_steps(workers, "red-job"), 60, "red trains")
+        await until(reports_steps(workers, "red-job"), "red trains", 60)
         await process.runtime.token_verifier.refresh()
         assert process.runtime.find_ready_problem() == ""
         assert process.runtime.caches.namespaces.count_by_state() == {
@@ -103,13 +103,13 @@ async def test_a_forbidden_namespace_is_served_once_it_can_be_read() -> None:
         assert len(refused) < watches * 120 / 7, "asked again with growing pauses"
         assert process.runtime.find_live_problem() == ""
         del rights.missing["blue"]
-        await until(reports_steps(workers, "blue-job"), 60, "blue trains")
+        await until(reports_steps(workers, "blue-job"), "blue trains", 60)
 
 
 @in_virtual_time
 async def test_a_namespace_with_unreadable_pods_is_not_planned() -> None:
     async with scenario() as (cluster, rights, process, workers):
-        await until(reports_steps(workers, "blue-job"), 60, "blue trains")
+        await until(reports_steps(workers, "blue-job"), "blue trains", 60)
         present = pods(cluster, "blue")
         rights.revoke(cluster, "blue", "pods")
         await asyncio.sleep(30)
@@ -118,10 +118,10 @@ async def test_a_namespace_with_unreadable_pods_is_not_planned() -> None:
         await asyncio.sleep(300)
         assert pods(cluster, "blue") == present, "pods that cannot be listed are not treated as deleted"
         assert reports_steps(workers, "red-job")() is False
-        await until(reports_steps(workers, "red-job"), 60, "red trains on")
-        await until(reports_steps(workers, "blue-job"), 60, "blue trains on by itself")
+        await until(reports_steps(workers, "red-job"), "red trains on", 60)
+        await until(reports_steps(workers, "blue-job"), "blue trains on by itself", 60)
         rights.missing.clear()
-        await until(lambda: len(pods(cluster, "blue")) == 3, 60, "the third worker")
+        await until(lambda: len(pods(cluster, "blue")) == 3, "the third worker", 60)
         status = cluster.get(JOBS, "blue", "blue-job")["status"]
         assert status["restarts"]["total"] == 0
         assert [pod for pod in pods(cluster, "blue") if pod in present] == present
@@ -130,7 +130,7 @@ async def test_a_namespace_with_unreadable_pods_is_not_planned() -> None:
 @in_virtual_time
 async def test_silence_counts_from_the_opening_of_a_namespace() -> None:
     async with scenario() as (cluster, rights, process, workers):
-        await until(reports_steps(workers, "blue-job"), 60, "blue trains")
+        await until(reports_steps(workers, "blue-job"), "blue trains", 60)
         present = pods(cluster, "blue")
         nodes = {cluster.get(PODS, "blue", name)["spec"]["nodeName"] for name, _ in present}
         rights.revoke(cluster, "blue")
@@ -139,10 +139,10 @@ async def test_silence_counts_from_the_opening_of_a_namespace() -> None:
         second = OperatorProcess(cluster, identity="operator-1", settings=SERVED)
         workers.operator = second
         await second.start()
-        await until(second.runtime.leading.is_set, 60, "it leads without blue")
+        await until(second.runtime.leading.is_set, "it leads without blue", 60)
         await asyncio.sleep(120)
         rights.missing.clear()
-        await until(lambda: second.runtime.caches.namespaces.is_synced("blue"), 60, "blue opens")
+        await until(lambda: second.runtime.caches.namespaces.is_synced("blue"), "blue opens", 60)
         opened = wall_clock()
         await asyncio.sleep(6)  # longer than a member may be silent
         record = second.runtime.caches.jobs.store.get(("blue", "blue-job"))
@@ -161,7 +161,7 @@ async def test_silence_counts_from_the_opening_of_a_namespace() -> None:
 @in_virtual_time
 async def test_jobs_of_a_recreated_namespace_wait_for_the_list_of_pods() -> None:
     async with scenario() as (cluster, rights, process, workers):
-        await until(reports_steps(workers, "blue-job"), 60, "blue trains")
+        await until(reports_steps(workers, "blue-job"), "blue trains", 60)
         rights.revoke(cluster, "blue")  # the Role may go before the jobs do
         await asyncio.sleep(5)
         cluster.remove(JOBS, "blue", "blue-job")
@@ -172,11 +172,11 @@ async def test_jobs_of_a_recreated_namespace_wait_for_the_list_of_pods() -> None
         await asyncio.sleep(60)
         assert pods(cluster, "blue") == [], "its jobs wait for the list of their pods"
         rights.missing.clear()
-        await until(lambda: cluster.get(JOBS, "blue", "blue-job").get("status", {}).get("phase") == "Running", 90, "on")
+        await until(lambda: cluster.get(JOBS, "blue", "blue-job").get("status", {}).get("phase") == "Running", "on", 90)
         record = process.runtime.caches.jobs.store.get(("blue", "blue-job"))
         assert record is not None
         assert record.uid == uid
-        await until(reports_steps(workers, "red-job"), 60, "red trains on")
+        await until(reports_steps(workers, "red-job"), "red trains on", 60)
 
 
 def test_a_namespace_is_open_while_every_kind_is_listed() -> None:

@@ -41,7 +41,7 @@ async def recovery_seconds(
     running = asyncio.create_task(workers.run())
     cluster.add(JOBS, training_job("good"))
     await process.start()
-    await until(lambda: workers.step_of("good") > 5, 60, "it trains")
+    await until(lambda: workers.step_of("good") > 5, "it trains", 60)
     creation_times = delay_creations(process, HOOK_SECONDS, should_refuse=should_refuse)
     for number in range(held):
         cluster.add(JOBS, training_job(f"held-{number}", replicas=replicas))
@@ -49,7 +49,7 @@ async def recovery_seconds(
     loop = asyncio.get_running_loop()
     started_at, step = loop.time(), workers.step_of("good")
     workers.kill_pod("good-w-1")
-    await until(lambda: workers.step_of("good") > step + 2, 600, "it trains again")
+    await until(lambda: workers.step_of("good") > step + 2, "it trains again", 600)
     seconds = loop.time() - started_at
     await asyncio.sleep(afterwards)
     running.cancel()
