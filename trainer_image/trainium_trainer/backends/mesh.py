@@ -42,25 +42,25 @@ def refuse_another_mesh(settings: Settings, group: ProcessGroup | None = None) -
         return
     mode = list(DataParallelMode).index(config.data_parallel)
     degrees = config.parallelism
-    mine = torch.tensor([degrees.tensor, degrees.pipeline, degrees.context, mode])
-    first = mine.clone()
-    dist.broadcast(first, 0, group=group)
+    own_degrees = torch.tensor([degrees.tensor, degrees.pipeline, degrees.context, mode])
+    first_degrees = own_degrees.clone()
+    dist.broadcast(first_degrees, 0, group=group)
     # All ranks report the greatest rank that differs, with the degrees that this rank sends.
-    greatest = torch.tensor([-1 if torch.equal(first, mine) else launch.rank])
+    greatest = torch.tensor([-1 if torch.equal(first_degrees, own_degrees) else launch.rank])
     dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
     rank = int(greatest)
     if rank < 0:
         return
-    theirs = mine.clone()
-    dist.broadcast(theirs, rank, group=group)
+    other_degrees = own_degrees.clone()
+    dist.broadcast(other_degrees, rank, group=group)
     raise UserError(
-        f"rank {rank} has {_format_degrees(theirs.tolist())}, but rank 0 has {_format_degrees(first.tolist())}: start "
+        f"rank {rank} has {_format_degrees(other_degrees)}, but rank 0 has {_format_degrees(first_degrees)}: start "
         "every rank with the same configuration"
     )
 
 
-def _format_degrees(numbers: list[int]) -> str:
-    tensor, pipeline, context, mode = numbers
+def _format_degrees(degrees: torch.Tensor) -> str:
+    tensor, pipeline, context, mode = degrees.tolist()
     return (
         f"parallelism.tensor {tensor}, parallelism.pipeline {pipeline}, parallelism.context {context}, dataParallel "
         f"{list(DataParallelMode)[mode]}"

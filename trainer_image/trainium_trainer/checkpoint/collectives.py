@@ -71,9 +71,9 @@ def scatter_from_root(
     if group is None:
         (decision,) = decide([produce()])
         return decision
-    mine = _run_action(produce)
+    own_outcome = _run_action(produce)
     reducer = None if fold is None else lambda values: _fold(values, label, fold)
-    collected = _reduce_up((label, _pickle_outcome(mine)), group, reducer)
+    collected = _reduce_up((label, _pickle_outcome(own_outcome)), group, reducer)
     outcome = None
     if collected:
         values = [pickle.loads(packed) for packed in collected]  # noqa: S301 - our own ranks
@@ -81,7 +81,7 @@ def scatter_from_root(
         outcome = pickle.loads(decided)  # noqa: S301 - just pickled
     kind, value = _scatter_down(outcome, group)
     if kind == _ERROR:
-        raise value from (mine[1] if mine[0] == _ERROR else None)
+        raise value from (own_outcome[1] if own_outcome[0] == _ERROR else None)
     local: A = value[0]
     return local
 

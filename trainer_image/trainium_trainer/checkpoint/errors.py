@@ -27,26 +27,27 @@ class UnusableCheckpointError(UserError):
     """This configuration cannot continue the existing checkpoints; a user must decide."""
 
 
-def refuse_older_generation(where: str, newest: int, own: int) -> None:
+def refuse_older_generation(location: str, newest: int, own: int) -> None:
     """Raise StaleGenerationError if `where` has a newer generation of this run, which the operator then starts above.
 
     Raises UnusableCheckpointError if the number is too large to be one of this run.
     """
     if newest > own + MAX_GENERATION_LEAD:
         raise UnusableCheckpointError(
-            f"{where} belongs to generation {newest} of this run, and this process is of generation {own}: such a lead "
-            f"is no fault of a cluster. Remove the file {GENERATION_FENCE_NAME} there if no other cluster runs this job"
+            f"{location} belongs to generation {newest} of this run, and this process is of generation {own}: such a "
+            f"lead is no fault of a cluster. Remove the file {GENERATION_FENCE_NAME} there if no other cluster runs "
+            "this job"
         )
     if newest > own:
         raise StaleGenerationError(
-            f"{where} belongs to generation {newest} now: this process is of generation {own}, an older start of the "
-            "run, and must not write",
+            f"{location} belongs to generation {newest} now: this process is of generation {own}, an older start of "
+            "the run, and must not write",
             newest,
         )
 
 
-def explain_failure(error: BaseException, where: str) -> BaseException:
+def explain_failure(error: BaseException, location: str) -> BaseException:
     """Return the error to raise on the training thread; a failure of the store becomes a StorageError."""
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
-        return StorageError(f"checkpoint storage {where}: {error}")
+        return StorageError(f"checkpoint storage {location}: {error}")
     return error

@@ -172,8 +172,8 @@ class CheckpointManager:
         """
         self._observe_saves()
         self._completed_step = position.step
-        every = self._config.memory.every_steps
-        if every and position.step % every == 0:
+        interval = self._config.memory.every_steps
+        if interval and position.step % interval == 0:
             self._take_snapshot(position)
         saves = decode_votes(votes)
         if not self._policy.has_reached_milestone(position.tokens):

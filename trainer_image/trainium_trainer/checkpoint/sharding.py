@@ -55,8 +55,8 @@ class Grid:
 
     def find_coordinates(self, rank: int) -> tuple[int, int, int]:
         """Return the stage, data and tensor coordinate of a rank."""
-        rest, tensor = divmod(rank, self.tensor)
-        return rest // self.data, rest % self.data, tensor
+        replica, tensor = divmod(rank, self.tensor)
+        return replica // self.data, replica % self.data, tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +162,12 @@ def find_overlapping_boxes(
     highs = tuple(low + size for low, size in zip(lows, wanted.sizes, strict=True))
 
     def walk(
-        left: Division, offsets: tuple[int, ...], sizes: tuple[int, ...], boxed: BoxReplicas
+        remaining: Division, offsets: tuple[int, ...], sizes: tuple[int, ...], boxed: BoxReplicas
     ) -> Iterator[BoxReplicas]:
-        if not left:
+        if not remaining:
             yield BoxReplicas(Box(offsets, sizes), boxed.data, boxed.tensor)
             return
-        cut, at, length = left[0], left[0].dimension, grid.count_ranks(left[0].axis)
+        cut, at, length = remaining[0], remaining[0].dimension, grid.count_ranks(remaining[0].axis)
         low, high = max(lows[at] - offsets[at], 0), min(highs[at] - offsets[at], sizes[at])
         for number in cut.list_window_numbers(low, high, sizes[at], length):
             ranks = cut.list_coordinates(number, length)
@@ -176,7 +176,7 @@ def find_overlapping_boxes(
                 by_data = cut.axis is Axis.DATA
                 narrowed = BoxReplicas(boxed.box, ranks if by_data else boxed.data, boxed.tensor if by_data else ranks)
                 moved = (*offsets[:at], offsets[at] + begin, *offsets[at + 1 :])
-                yield from walk(left[1:], moved, (*sizes[:at], end - begin, *sizes[at + 1 :]), narrowed)
+                yield from walk(remaining[1:], moved, (*sizes[:at], end - begin, *sizes[at + 1 :]), narrowed)
 
     everyone = BoxReplicas(wanted, tuple(range(grid.data)), tuple(range(grid.tensor)))
     yield from walk(division, (0,) * len(shape), shape, everyone)

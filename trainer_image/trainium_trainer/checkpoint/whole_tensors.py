@@ -57,13 +57,13 @@ def write_whole(
     `settings` are the known ones; a run is compared with only these. Raises UserError when the root already holds
     checkpoints.
     """
-    where = storage.location
-    retry.run(storage.prepare, where)
-    existing = retry.run(lambda: survey(storage), where)
+    location = storage.location
+    retry.run(storage.prepare, location)
+    existing = retry.run(lambda: survey(storage), location)
     if existing.committed or existing.damaged or existing.other_versions:
-        raise UserError(f"{where} holds checkpoints already: choose another folder")
+        raise UserError(f"{location} holds checkpoints already: choose another folder")
     token = FenceToken(0, "", secrets.token_hex(6))
-    retry.run(lambda: claim_fence(storage, token), where)
+    retry.run(lambda: claim_fence(storage, token), location)
     folder = folder_name(position.step)
     attempt = f"{folder}/{token.attempt}"
     groups = list(_group_tensors(sources))

@@ -209,7 +209,7 @@ def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
     unit, multiplier = ("sample", "") if sequences == 1 else ("pair", f"{sequences} x ")
     capacity = settings.passes * batch.micro_size * settings.dp_size
     empty = f", {settings.batch} of {capacity} rows filled" if capacity > settings.batch else ""
-    near = f" (batch.globalSize is {batch.global_size})" if settings.batch != batch.global_size else ""
+    nominal = f" (batch.globalSize is {batch.global_size})" if settings.batch != batch.global_size else ""
     return [
         f"model: {count_parameters(shape):,} parameters, {shape.num_layers} layers of width {shape.hidden_size}",
         *_describe_window(settings),
@@ -220,7 +220,7 @@ def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
             f"{degrees.pipeline}" + (f" x context {degrees.context}" if degrees.context > 1 else "")
         ),
         (
-            f"step: {pluralize(settings.batch, unit)}{near} of {multiplier}{length} tokens = {per_step:,} tokens; "
+            f"step: {pluralize(settings.batch, unit)}{nominal} of {multiplier}{length} tokens = {per_step:,} tokens; "
             f"{pluralize(settings.passes, 'pass')} of {pluralize(batch.micro_size, unit)} on each data-parallel rank"
             f"{empty}"
         ),

@@ -77,11 +77,11 @@ class History:
 
     def _read_fallback_samples(self, mesh: Mesh, step: int) -> dict[str, list[int]]:
         """Return on rank 0 the recorded samples of a step that wait on any node. Collective."""
-        mine = Recorder.read_fallback_samples(step, self.fallback)
+        own_records = Recorder.read_fallback_samples(step, self.fallback)
         if mesh.world_size == 1:
-            return mine
+            return own_records
         gathered: list[dict[str, list[int]]] | None = [{} for _ in range(mesh.world_size)] if mesh.rank == 0 else None
-        dist.gather_object(mine, gathered, dst=0, group=mesh.world)
+        dist.gather_object(own_records, gathered, dst=0, group=mesh.world)
         return {name: samples for records in gathered or () for name, samples in records.items()}
 
     @contextlib.contextmanager

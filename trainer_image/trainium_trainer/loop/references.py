@@ -114,13 +114,15 @@ def _compute(
         if mesh.rank == 0:
             _log.info("reference: %d of %d pairs of %s", start, len(missing), sample_source.name)
         rounds = -(-len(pairs) // (micro_size * mesh.data_size))
-        mine = pairs[mesh.data_rank * rounds * micro_size : (mesh.data_rank + 1) * rounds * micro_size]
+        own_pairs = pairs[mesh.data_rank * rounds * micro_size : (mesh.data_rank + 1) * rounds * micro_size]
         batches = []
         for first in range(0, rounds * micro_size, micro_size):
-            samples = [sample_source.read_pair(rules, 0, 2 * int(pair)) for pair in mine[first : first + micro_size]]
+            samples = [
+                sample_source.read_pair(rules, 0, 2 * int(pair)) for pair in own_pairs[first : first + micro_size]
+            ]
             batches.append(build_micro_batch([*samples, *[None] * (micro_size - len(samples))], rules))
-        log_probs = backend.compute_reference_log_probs(batches).numpy()[: 2 * len(mine)]
-        table.values.reshape(-1, 2)[mine] = log_probs.reshape(-1, 2)
+        log_probs = backend.compute_reference_log_probs(batches).numpy()[: 2 * len(own_pairs)]
+        table.values.reshape(-1, 2)[own_pairs] = log_probs.reshape(-1, 2)
         table.exchange(pairs)
         if not np.isfinite(table.values.reshape(-1, 2)[pairs]).all():
             raise NumericalError(

@@ -156,15 +156,15 @@ class _AttentionFunction(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         first: Tensor | None,
-        how: ContextParallelAttention,
+        attention: ContextParallelAttention,
         scale: float,
     ) -> Tensor:
         """Compute the attention; `first` [batch or 1, rows] is the first key that each row attends to."""
-        keys, values = how.division.all_gather(torch.stack((key, value)))
+        keys, values = attention.division.all_gather(torch.stack((key, value)))
         out = torch.empty_like(query)
         sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         done = 0
-        for tile in how.iterate_tiles(query, first):
+        for tile in attention.iterate_tiles(query, first):
             rows = tile.rows
             part, part_sums = _tile_forward(
                 query[:, :, rows], keys[:, :, tile.keys], values[:, :, tile.keys], tile, first, scale
@@ -178,25 +178,25 @@ class _AttentionFunction(torch.autograd.Function):
             out[:, :, rows] = (out[:, :, rows] * old + part * added).to(out.dtype)
             sums[:, :, rows] = both
         ctx.save_for_backward(query, key, value, first, out, sums)
-        ctx.how, ctx.scale = how, scale
+        ctx.attention, ctx.scale = attention, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         """Return the gradients of queries, keys and values."""
         query, key, value, first, out, sums = ctx.saved_tensors
-        how: ContextParallelAttention = ctx.how
-        keys, values = how.division.all_gather(torch.stack((key, value)))
+        attention: ContextParallelAttention = ctx.attention
+        keys, values = attention.division.all_gather(torch.stack((key, value)))
         of_query = torch.zeros_like(query, dtype=torch.float32)
         of_both = torch.zeros((2, *keys.shape), dtype=torch.float32, device=keys.device)
-        for tile in how.iterate_tiles(query, first):
+        for tile in attention.iterate_tiles(query, first):
             rows, seen = tile.rows, tile.keys
             tensors = (gradients[0][:, :, rows], query[:, :, rows], keys[:, :, seen], values[:, :, seen])
             parts = _tile_backward(*tensors, out[:, :, rows], sums[:, :, rows], tile, first, ctx.scale)
             of_query[:, :, rows] += parts[0]
             of_both[0, :, :, seen] += parts[1]
             of_both[1, :, :, seen] += parts[2]
-        of_key, of_value = how.division.reduce_scatter(of_both.to(key.dtype))
+        of_key, of_value = attention.division.reduce_scatter(of_both.to(key.dtype))
         return of_query.to(query.dtype), of_key, of_value, None, None, None
 
 

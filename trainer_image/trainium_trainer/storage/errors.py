@@ -22,12 +22,12 @@ def is_transient(error: OSError) -> bool:
     return error.errno not in _LASTING
 
 
-def create_storage_error(error: OSError, where: str) -> StorageError:
+def create_storage_error(error: OSError, location: str) -> StorageError:
     """Return the error for an I/O error, with cause, location and remedy."""
     if error.errno in FULL:
         advice = "the store is full (or a file-size limit was hit): free space, raise the limit or lower keepLast"
     elif error.errno in FORBIDDEN:
-        advice = f"{explain_forbidden(error.errno, where)}, or choose another checkpoint.path"
+        advice = f"{explain_forbidden(error.errno, location)}, or choose another checkpoint.path"
     elif error.errno == errno.ENODEV:
         advice = "make the bucket, or choose another checkpoint.path"
     elif error.errno == errno.ETIMEDOUT:
@@ -36,4 +36,4 @@ def create_storage_error(error: OSError, where: str) -> StorageError:
         advice = "the path is not a usable folder: choose another checkpoint.path"
     else:
         advice = "check the store behind checkpoint.path"
-    return StorageError(f"checkpoint storage {where}: {error.strerror or error}: {advice}")
+    return StorageError(f"checkpoint storage {location}: {error.strerror or error}: {advice}")

@@ -115,7 +115,7 @@ class Retry:
     def run(
         self,
         action: Callable[[], T],
-        where: str,
+        location: str,
         explain: Callable[[OSError, str], TrainerError] = create_storage_error,
     ) -> T:
         """Return the action's result. Raises what `explain` returns for the last error when all retries fail."""
@@ -124,7 +124,7 @@ class Retry:
                 return action()
             except OSError as error:
                 if delay is None or not self.is_retryable(error):
-                    raise explain(error, where) from error
+                    raise explain(error, location) from error
                 self.sleep(delay)
         raise AssertionError
 

@@ -163,5 +163,5 @@ def refuse_untrained_rows(trainable: TrainableParameters, shape: ModelShape, loc
 
 def _create_no_match_error(field: str, pattern: str, names: Iterable[str], what: str) -> UserError:
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-    near = difflib.get_close_matches(pattern, [*leaves, *names], n=3, cutoff=0.5) or leaves[:_MAX_SUGGESTIONS]
-    return UserError(f"{field} has {pattern!r}, which matches none of the model's {what}: use {', '.join(near)}")
+    suggestions = difflib.get_close_matches(pattern, [*leaves, *names], n=3, cutoff=0.5) or leaves[:_MAX_SUGGESTIONS]
+    return UserError(f"{field} has {pattern!r}, which matches none of the model's {what}: use {', '.join(suggestions)}")

@@ -136,11 +136,11 @@ class CheckpointLayout:
             key = (tensor.shape, tensor.division)
             if key not in holders_by_box:
                 rows, columns = list_holders(tensor.division, self.grid, data, tensor_rank)
-                mine = rows.index(data) * len(columns) + columns.index(tensor_rank)
+                holder_index = rows.index(data) * len(columns) + columns.index(tensor_rank)
                 box = find_box(tensor.shape, tensor.division, self.grid, data, tensor_rank)
-                holders_by_box[key] = box, mine, len(rows) * len(columns)
-            box, mine, holders = holders_by_box[key]
-            if self._turns[tensor.name] % holders == mine and box.volume:
+                holders_by_box[key] = box, holder_index, len(rows) * len(columns)
+            box, holder_index, holders = holders_by_box[key]
+            if self._turns[tensor.name] % holders == holder_index and box.volume:
                 items.append(WriteItem(tensor.name, tensor.dtype, box, box.sizes == tensor.shape))
         return tuple(items)
 

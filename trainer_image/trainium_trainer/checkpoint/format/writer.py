@@ -137,12 +137,12 @@ def write_tables(
     `tables` are those that other ranks have written, of other files. Raises ValueError if the files do not hold all
     values of the layout.
     """
-    every = [*tables, *write_digests(storage, folder, files, [table.first for table in tables], retry)]
-    if (written := sum(table.values for table in every)) != layout.volume:
+    all_tables = [*tables, *write_digests(storage, folder, files, [table.first for table in tables], retry)]
+    if (written := sum(table.values for table in all_tables)) != layout.volume:
         raise ValueError(f"{written} values were written of {layout.volume}")
     index = {"format": INDEX_FORMAT, "blockBytes": BLOCK_BYTES} | layout.to_json()
     entries = [_write_json(storage, folder, INDEX_NAME, index, retry)]
-    for table in every:
+    for table in all_tables:
         entries.append(ManifestFile(name=blocks_name(table.first), size=table.size, digest=table.digest.hex()))
         entries += [
             ManifestFile(name=shard_name(index), size=size, digest=sha.hex()) for index, size, sha in table.files
@@ -164,9 +164,9 @@ def write_digests(
             for rank, file in ((rank, files[rank]) for rank in group)
         }
         entry = _write_json(storage, folder, blocks_name(group[0]), {"files": entries}, retry)
-        mine = tuple((rank, files[rank].size, bytes.fromhex(files[rank].digest)) for rank in group)
+        file_summaries = tuple((rank, files[rank].size, bytes.fromhex(files[rank].digest)) for rank in group)
         values = sum(files[rank].values for rank in group)
-        tables.append(WrittenTable(group[0], entry.size, bytes.fromhex(entry.digest), mine, values))
+        tables.append(WrittenTable(group[0], entry.size, bytes.fromhex(entry.digest), file_summaries, values))
     return tables
 
 

@@ -77,7 +77,7 @@ def decide(views: Sequence[RankView], durable_steps: Iterable[int]) -> Decision:
     shards_by_version = _group_shards(views)
     needed = {(view.needs, view.layout) for view in views}
     # Comparing two sets costs the size of the smaller one, so all comparisons cost at most the number of records.
-    version = max((version for version, shards in shards_by_version.items() if needed <= shards.whole), default=None)
+    version = max((version for version, shards in shards_by_version.items() if needed <= shards.present), default=None)
     if version is not None and (durable is None or durable <= version.step):
         return ResumeFromMemory(version, _plan_rounds(views, shards_by_version[version].stores))
     return FreshStart() if durable is None else ResumeFromDurable(durable)
@@ -91,13 +91,13 @@ def select_records(neighbours: Iterable[RankView], rank: int, records: Iterable[
     every rank reported everything.
     """
     node_views = list(neighbours)
-    mine = next(view for view in node_views if view.rank == rank)
-    representatives = _Representatives(view for view in node_views if view.store == mine.store)
-    mesh = describe_mesh(mine.needs)
+    own_view = next(view for view in node_views if view.rank == rank)
+    representatives = _Representatives(view for view in node_views if view.store == own_view.store)
+    mesh = describe_mesh(own_view.needs)
     return frozenset(
         record
         for record in records
-        if describe_mesh(record.name) == mesh and representatives.find_rank(mine.store, record.name) == rank
+        if describe_mesh(record.name) == mesh and representatives.find_rank(own_view.store, record.name) == rank
     )
 
 
@@ -131,7 +131,7 @@ def choose_buddies(views: Sequence[RankView], usable: Iterable[str]) -> tuple[Tr
 class _VersionShards:
     """The parts of one version that all stores together hold."""
 
-    whole: set[tuple[str, str]] = field(default_factory=set)
+    present: set[tuple[str, str]] = field(default_factory=set)
     """The shards and their layouts."""
     stores: dict[str, set[str]] = field(default_factory=dict)
 
@@ -143,7 +143,7 @@ def _group_shards(views: Sequence[RankView]) -> dict[Version, _VersionShards]:
             shards = by_version.get(record.version)
             if shards is None:
                 shards = by_version[record.version] = _VersionShards()
-            shards.whole.add((record.name, record.layout))
+            shards.present.add((record.name, record.layout))
             shards.stores.setdefault(record.name, set()).add(view.store)
     return by_version
 
@@ -271,6 +271,6 @@ class SnapshotInventory:
             store_records = by_store[store] = {}
             for record in records:
                 if record.version == version:
-                    other = store_records.get(record.name)
-                    store_records[record.name] = record if other is None else min(record, other)
+                    earlier = store_records.get(record.name)
+                    store_records[record.name] = record if earlier is None else min(record, earlier)
         return by_store

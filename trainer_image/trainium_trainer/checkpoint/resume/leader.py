@@ -303,10 +303,13 @@ class ResumeLeader:
 
 def limit_warnings(warnings: Iterable[str]) -> tuple[str, ...]:
     """Return the warnings of the first rank that every rank gets."""
-    every = tuple(warnings)
-    if len(every) <= SHARED_WARNINGS:
-        return every
-    return (*every[:SHARED_WARNINGS], f"{len(every) - SHARED_WARNINGS} more such warnings are in the output of rank 0")
+    all_warnings = tuple(warnings)
+    if len(all_warnings) <= SHARED_WARNINGS:
+        return all_warnings
+    return (
+        *all_warnings[:SHARED_WARNINGS],
+        f"{len(all_warnings) - SHARED_WARNINGS} more such warnings are in the output of rank 0",
+    )
 
 
 def _refuse_other_meshes(views: Sequence[RankView]) -> None:

@@ -109,10 +109,10 @@ class Resumption:
         """Find, verify and restore the newest state; raises the same TrainerError on all ranks."""
         leader = self._leader
         with disable_gc():
-            neighbours = scatter_from_root(self._locate, leader.collect, self._group, "resume: who is where")
+            neighbours = scatter_from_root(self._locate, leader.collect, self._group, "resume: stores")
             self._open_snapshots(neighbours)
             order: Order = scatter_from_root(
-                lambda: self._report_records(neighbours), leader.decide, self._group, "resume: what is there"
+                lambda: self._report_records(neighbours), leader.decide, self._group, "resume: snapshots"
             )
         source = ResumeSource.FRESH
         while not isinstance(order, Finish):
@@ -135,15 +135,15 @@ class Resumption:
             if self._mesh.rank == 0:
                 self._survey()
         except OSError as error:
-            where = str(self._memory.directory if self._memory else self._storage.location)
-            raise create_storage_error(error, where) from error
+            location = str(self._memory.directory if self._memory else self._storage.location)
+            raise create_storage_error(error, location) from error
         return RankView(self._mesh.rank, store, self._key, self._layout.digest)
 
     def _survey(self) -> None:
-        where = self._storage.location
+        location = self._storage.location
         try:
             survey, problem = self._lease.acquire(
-                lambda survey: refuse_foreign(survey, where, self._settings, self._config_digest)
+                lambda survey: refuse_foreign(survey, location, self._settings, self._config_digest)
             )
         except StorageError as error:
             self._leader.record_problem(error)
@@ -166,7 +166,7 @@ class Resumption:
 
     def _report(self, report: RankReport) -> Order:
         """Report the outcome and return the next order. Collective."""
-        return scatter_from_root(lambda: report, self._leader.decide_orders, self._group, "resume: how it went")
+        return scatter_from_root(lambda: report, self._leader.decide_orders, self._group, "resume: outcome")
 
     def _check(self, records: Sequence[Part]) -> RankReport:
         """Open and verify snapshots: that of this rank's shard if the store has it, and those to send to others."""
@@ -238,15 +238,15 @@ class Resumption:
         assert payload is not None, "every rank has its shard after the exchange"
         copy_all(self._layout.sort_tensors(self._state.list_local_tensors()), self._layout.view_tensors(payload))
 
-    def _finish(self, done: Finish, source: ResumeSource) -> ResumeOutcome:
-        agreed, leader = done.agreed, self._leader
+    def _finish(self, finish: Finish, source: ResumeSource) -> ResumeOutcome:
+        agreed, leader = finish.agreed, self._leader
         if isinstance(agreed.decision, ResumeFromMemory):
             self._restore_from_memory()
         elif not isinstance(agreed.decision, ResumeFromDurable):
             source = ResumeSource.FRESH
         if self._memory is not None:
             step = -1 if agreed.position is None else agreed.position.step
-            self._memory.discard_after(step, local=bool(self._can_write), others=done.cleans_up)
+            self._memory.discard_after(step, local=bool(self._can_write), others=finish.cleans_up)
         first = self._mesh.rank == 0
         warnings = dict.fromkeys(leader.warnings if first else agreed.warnings)
         if agreed.needs_buddies and self._group is not None:
@@ -271,7 +271,7 @@ class Resumption:
             lambda: capacity,
             lambda capacities: assign_replicas(wanted, views, capacities),
             group,
-            "resume: space for copies",
+            "resume: capacity for copies",
         )
         if memory is not None:
             memory.local_names |= assignment.keys

@@ -123,9 +123,9 @@ def prepare_commit(storage: Storage, folder: str, manifest: Manifest, token: Fen
     Raises StaleGenerationError when another start owns the root. Each access is retried separately.
     """
     data = manifest.model_dump_json(by_alias=True).encode()
-    where = f"{storage.location}/{folder}"
-    retry.run(lambda: storage.write(f"{folder}/{token.attempt}/{MANIFEST_NAME}", data), where)
-    retry.run(lambda: check_fence(storage, token), where)
+    location = f"{storage.location}/{folder}"
+    retry.run(lambda: storage.write(f"{folder}/{token.attempt}/{MANIFEST_NAME}", data), location)
+    retry.run(lambda: check_fence(storage, token), location)
     commit = Commit(step=manifest.step, folder=token.attempt, manifest_digest=hashlib.sha256(data).hexdigest())
     return Receipt(folder, commit.model_dump_json(by_alias=True).encode())
 
@@ -136,7 +136,7 @@ def publish(storage: Storage, receipt: Receipt, retry: Retry, *, damaged: bool =
     After any error the checkpoint may be committed nevertheless. `damaged`: the checkpoint committed there was found
     damaged and may be replaced. Raises StaleGenerationError when another start has committed that checkpoint.
     """
-    name, where = f"{receipt.folder}/{COMMIT_NAME}", f"{storage.location}/{receipt.folder}"
+    name, location = f"{receipt.folder}/{COMMIT_NAME}", f"{storage.location}/{receipt.folder}"
 
     def once() -> None:
         if damaged:
@@ -147,9 +147,9 @@ def publish(storage: Storage, receipt: Receipt, retry: Retry, *, damaged: bool =
         except FileExistsError as error:
             # The receipt is this start's if only the response of the store was lost.
             if read_small(storage, name) != receipt.text:
-                raise StaleGenerationError(f"{where} was committed by another start of the run meanwhile") from error
+                raise StaleGenerationError(f"{location} was committed by another start of the run meanwhile") from error
 
-    retry.run(once, where)
+    retry.run(once, location)
 
 
 def read_commit(storage: Storage, folder: str) -> Commit | None:

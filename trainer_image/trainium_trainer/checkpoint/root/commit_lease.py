@@ -44,25 +44,25 @@ class CommitLease:
         `refuse` raises when the checkpoints belong to another run. Raises StorageError when the root cannot be read or
         acquired, UnusableCheckpointError when it is another job's, StaleGenerationError when a newer start owns it.
         """
-        where, problem = self._storage.location, None
-        self._retry.run(self._storage.prepare, where)
-        is_held = self._retry.run(self._owner.is_held, where)
-        fence = self._retry.run(lambda: read_fence(self._storage), where) if is_held else None
+        location, problem = self._storage.location, None
+        self._retry.run(self._storage.prepare, location)
+        is_held = self._retry.run(self._owner.is_held, location)
+        fence = self._retry.run(lambda: read_fence(self._storage), location) if is_held else None
         fenced_run = "" if fence is None else fence.token.run
         if not fenced_run or fenced_run != self.token.run:  # the checkpoints may belong to another run
-            if (other := find_nested_root(self._storage)) is not None:
+            if (nested_root := find_nested_root(self._storage)) is not None:
                 raise UnusableCheckpointError(
-                    f"{where} and {other}, which holds the checkpoints of a run, are nested: choose a "
+                    f"{location} and {nested_root}, which holds the checkpoints of a run, are nested: choose a "
                     "checkpoint.path (of a job checkpoint.storage.subPath) beside it"
                 )
-            refuse(self._retry.run(lambda: survey(self._storage), where))
-            self._retry.run(self._owner.take_ownership, where)
+            refuse(self._retry.run(lambda: survey(self._storage), location))
+            self._retry.run(self._owner.take_ownership, location)
         try:
             self._claim(Retry(self._retry.delays[:_START_RETRIES], self._retry.sleep))
         except StorageError as error:
             problem = error
         # The survey follows the claim, because an earlier start could still commit before it.
-        checkpoints = self._retry.run(lambda: survey(self._storage), where)
+        checkpoints = self._retry.run(lambda: survey(self._storage), location)
         refuse(checkpoints)
         return checkpoints, problem
 

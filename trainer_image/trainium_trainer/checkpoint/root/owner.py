@@ -65,34 +65,35 @@ class OwnerRecord:
     owner: Owner | None = None
 
 
-def is_owner(owner: Owner | None, me: JobIdentity, take_over: str | None, where: str) -> bool:
+def is_owner(owner: Owner | None, job: JobIdentity, take_over: str | None, location: str) -> bool:
     """Return whether the folder is already this job's; False when the job may acquire it. Pure.
 
     Raises UnusableCheckpointError when it may not. An object of the same namespace and name with another uid can only
     exist after the owner was deleted, so it continues where that one ended.
     """
     if owner is None:
-        return not me.uid
-    if not me.uid:
+        return not job.uid
+    if not job.uid:
         raise UnusableCheckpointError(
-            f"{where} belongs to the job {owner.label}: choose another checkpoint.path; when that job is over, copy "
+            f"{location} belongs to the job {owner.label}: choose another checkpoint.path; when that job is over, copy "
             f"the folder, or remove its files {OWNER_PREFIX}*"
         )
-    if owner.uid == me.uid:
+    if owner.uid == job.uid:
         return True
-    if me.uid in owner.before:
+    if job.uid in owner.before:
         raise UnusableCheckpointError(
-            f"{where} was taken over by the job {owner.label} while this one still ran: nothing is lost, {owner.label} "
-            f"continues from the newest checkpoint; to have it back recreate this job with {_format_request(owner)}"
+            f"{location} was taken over by the job {owner.label} while this one still ran: nothing is lost, "
+            f"{owner.label} continues from the newest checkpoint; to have it back recreate this job with "
+            f"{_format_request(owner)}"
         )
-    same = (owner.cluster, owner.namespace, owner.name) == (me.cluster, me.namespace, me.name)
-    if same or take_over == owner.label:
+    is_same_job = (owner.cluster, owner.namespace, owner.name) == (job.cluster, job.namespace, job.name)
+    if is_same_job or take_over == owner.label:
         return False
-    far = " of another cluster" if owner.cluster != me.cluster else ""
+    origin = " of another cluster" if owner.cluster != job.cluster else ""
     raise UnusableCheckpointError(
-        f"{where} belongs to the job {owner.label}{far}: two jobs in one folder would undo each other's checkpoints: "
-        f"choose another checkpoint.storage.subPath, or, when {owner.label} is over and this job is to continue from "
-        f"its checkpoints, set {_format_request(owner)}"
+        f"{location} belongs to the job {owner.label}{origin}: two jobs in one folder would undo each other's "
+        f"checkpoints: choose another checkpoint.storage.subPath, or, when {owner.label} is over and this job is to "
+        f"continue from its checkpoints, set {_format_request(owner)}"
     )
 
 
@@ -103,9 +104,9 @@ def _format_request(owner: Owner) -> str:
 class OwnerRecords:
     """One rank's access to the records; errors of the store are OSErrors, so every call can be retried."""
 
-    def __init__(self, storage: Storage, me: JobIdentity, take_over: str | None = None) -> None:
+    def __init__(self, storage: Storage, job: JobIdentity, take_over: str | None = None) -> None:
         self._storage = storage
-        self._me = me
+        self._job = job
         self._take_over = take_over
 
     def is_held(self) -> bool:
@@ -119,10 +120,10 @@ class OwnerRecords:
             return
         before = () if newest.owner is None else (*newest.owner.before, newest.owner.uid)[-_MAX_EARLIER_OWNERS:]
         record = Owner(
-            cluster=self._me.cluster,
-            namespace=self._me.namespace,
-            name=self._me.name,
-            uid=self._me.uid,
+            cluster=self._job.cluster,
+            namespace=self._job.namespace,
+            name=self._job.name,
+            uid=self._job.uid,
             since=time.time(),
             before=before,
         )
@@ -135,7 +136,7 @@ class OwnerRecords:
                 raise OSError(errno.EAGAIN, "the owner of the folder has just changed", name) from None
 
     def _is_owner(self, record: OwnerRecord) -> bool:
-        return is_owner(record.owner, self._me, self._take_over, self._storage.location)
+        return is_owner(record.owner, self._job, self._take_over, self._storage.location)
 
     def _find_newest(self) -> OwnerRecord:
         entries = (OWNER_NAME.match(entry.name) for entry in self._storage.list("") if not entry.is_folder)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MAX_DIFFERENCES = 3
 
 
-def refuse_foreign(checkpoints: Survey, where: str, settings: Mapping[str, Any], config_digest: str) -> None:
+def refuse_foreign(checkpoints: Survey, location: str, settings: Mapping[str, Any], config_digest: str) -> None:
     """Raise UnusableCheckpointError when the newest checkpoint is of another version of the trainer or of another run.
 
     `settings` and `config_digest` are this run's. A converted checkpoint has no digest and only some settings; only
@@ -31,7 +31,7 @@ def refuse_foreign(checkpoints: Survey, where: str, settings: Mapping[str, Any],
     for name, problem in checkpoints.other_versions.items():
         if (parse_step(name) or -1) > newest:
             raise UnusableCheckpointError(
-                f"{where}: {problem}: continue with that version, or choose another checkpoint.path"
+                f"{location}: {problem}: continue with that version, or choose another checkpoint.path"
             )
     if not checkpoints.committed:
         return
@@ -39,12 +39,12 @@ def refuse_foreign(checkpoints: Survey, where: str, settings: Mapping[str, Any],
     if manifest.config_digest == config_digest:
         return
     converted = not manifest.config_digest
-    ours = {name: value for name, value in settings.items() if name in manifest.settings or not converted}
-    differing = format_differences(manifest.settings, ours)
+    own_settings = {name: value for name, value in settings.items() if name in manifest.settings or not converted}
+    differing = format_differences(manifest.settings, own_settings)
     if differing or not converted:
         raise UnusableCheckpointError(
-            f"{where}/step-{newest} was written with other settings ({differing or 'model, data or seed'}): go back to "
-            "those settings, or choose another checkpoint.path (of a job checkpoint.storage.subPath) for a new run"
+            f"{location}/step-{newest} was written with other settings ({differing or 'model, data or seed'}): go back "
+            "to those settings, or choose another checkpoint.path (of a job checkpoint.storage.subPath) for a new run"
         )
 
 
@@ -53,9 +53,9 @@ def hash_settings(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def format_differences(stored: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+def format_differences(stored: Mapping[str, Any], own_settings: Mapping[str, Any]) -> str:
     """Describe at most three differences, as `model.hiddenSize is 64 there and 128 here`; empty without any."""
-    before, now = dict(_flatten(stored)), dict(_flatten(ours))
+    before, now = dict(_flatten(stored)), dict(_flatten(own_settings))
     names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     texts = [f"{name} is {_format_value(before, name)} there and {_format_value(now, name)} here" for name in names]
     more = len(texts) - _MAX_DIFFERENCES

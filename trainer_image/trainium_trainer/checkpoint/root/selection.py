@@ -34,9 +34,9 @@ def choose_checkpoint(storage: Storage, root: str, step: int | None, *, mileston
     candidates: list[CommittedCheckpoint] = checkpoints.committed + (checkpoints.milestones if milestones else [])
     problems = "; ".join([*checkpoints.damaged.values(), *checkpoints.other_versions.values()])
     if not candidates:
-        known = f" that can be used ({problems})" if problems else ""
+        damage = f" that can be used ({problems})" if problems else ""
         raise UserError(
-            f"there is no committed checkpoint{known} in {root}: name the folder that holds the step-N folders"
+            f"there is no committed checkpoint{damage} in {root}: name the folder that holds the step-N folders"
         )
     if step is None:
         return max(candidates, key=lambda item: item.step)
@@ -44,8 +44,8 @@ def choose_checkpoint(storage: Storage, root: str, step: int | None, *, mileston
         if candidate.step == step:
             return candidate
     steps = ", ".join(str(number) for number in sorted({candidate.step for candidate in candidates}))
-    known = f" ({problems})" if problems else ""
-    raise UserError(f"there is no committed checkpoint of step {step} in {root}{known}: there are {steps}")
+    damage = f" ({problems})" if problems else ""
+    raise UserError(f"there is no committed checkpoint of step {step} in {root}{damage}: there are {steps}")
 
 
 def parse_shape(checkpoint: CommittedCheckpoint) -> ModelShape:

@@ -93,10 +93,10 @@ class Survey:
 def survey(storage: Storage) -> Survey:
     """Survey a root."""
     result = Survey()
-    ours = read_attempts(storage)
+    own_attempts = read_attempts(storage)
     for entry in storage.list(""):
         if entry.is_folder and (parse_step(entry.name) is not None or parse_milestone(entry.name) is not None):
-            _inspect_folder(storage, entry.name, ours, result)
+            _inspect_folder(storage, entry.name, own_attempts, result)
     result.committed.sort(key=lambda item: item.step, reverse=True)
     result.milestones.sort(key=lambda item: item.step, reverse=True)
     return result
@@ -174,11 +174,11 @@ def _is_root(storage: Storage, entries: Iterable[Entry], folder: str = "") -> bo
 
 def _remove_checkpoint(storage: Storage, folder: str) -> bool:
     """Remove a checkpoint that starts of this root wrote; False when none of its attempts is theirs."""
-    ours = read_attempts(storage)
-    attempts = [entry.name for entry in storage.list(folder) if entry.is_folder and entry.name in ours]
+    own_attempts = read_attempts(storage)
+    attempts = [entry.name for entry in storage.list(folder) if entry.is_folder and entry.name in own_attempts]
     with contextlib.suppress(ValueError):  # a receipt that cannot be parsed is removed with an attempt of this root
         receipt = read_commit(storage, folder)
-        if receipt is not None and receipt.folder not in ours:
+        if receipt is not None and receipt.folder not in own_attempts:
             return False
     if attempts:
         storage.remove_file(f"{folder}/{COMMIT_NAME}")
@@ -186,7 +186,7 @@ def _remove_checkpoint(storage: Storage, folder: str) -> bool:
     return bool(attempts)
 
 
-def _inspect_folder(storage: Storage, name: str, ours: frozenset[str], result: Survey) -> None:
+def _inspect_folder(storage: Storage, name: str, own_attempts: frozenset[str], result: Survey) -> None:
     inside = storage.list(name)
     if _is_root(storage, inside, name):
         return
@@ -195,7 +195,7 @@ def _inspect_folder(storage: Storage, name: str, ours: frozenset[str], result: S
     except ValueError as error:
         result.damaged[name] = str(error)
         return
-    written = [entry.name for entry in inside if entry.is_folder and entry.name in ours]
+    written = [entry.name for entry in inside if entry.is_folder and entry.name in own_attempts]
     if receipt is None:
         if any(entry.name == SET_ASIDE_NAME for entry in inside):
             result.set_aside.append(name)
