@@ -289,7 +289,7 @@ class CheckpointManager:
                 self._report(f"saving works again: step {tier.committed_step} is committed")
 
     def _report(self, warning: str) -> None:
-        """Add a warning on the first rank; the other ranks have the same warning."""
+        """Add a warning on rank 0; the other ranks have the same warning."""
         if self._mesh.rank == 0:
             self.warnings.append(warning)
 

@@ -1,11 +1,11 @@
 """The durable tier: decides when a save is due, and runs one asynchronous sharded save at a time.
 
 `start` copies the state, which is the only cost in the step, and passes it to a thread, which writes this rank's file.
-Sizes and digests travel to the coordinator over a separate process group; the coordinator's thread then commits. The
+Sizes and digests travel to rank 0 over a separate process group; its save thread then commits. The
 thread is a daemon, so that a store that hangs cannot keep a process from leaving.
 
 Guarantees:
-- Only the first rank's policy decides what is saved, by its vote. Every rank counts failures, so that all ranks end the
+- Only rank 0's policy decides what is saved, by its vote. Every rank counts failures, so that all ranks end the
   run at the same failure.
 - A failed save is retried soon, whatever the interval, but never immediately.
 - No collective runs on the training thread.
@@ -77,7 +77,7 @@ _BUSY = 4
 
 
 def encode_vote(wanted: Save, *, busy: bool) -> int:
-    """Return the vote of one rank, to be summed over the ranks; only the first rank wants a save."""
+    """Return the vote of one rank, to be summed over the ranks; only rank 0 wants a save."""
     return wanted.value + _BUSY * busy
 
 
@@ -158,7 +158,7 @@ class DurableTier:
     ) -> None:
         """Allocate the staging buffers, agree on the save plan, and remove `leftovers`, all in the background.
 
-        lease: the first rank claims it before a commit if the start could not. committed_step: the newest valid
+        lease: rank 0 claims it before a commit if the start could not. committed_step: the newest valid
         committed step, -1 for none. known_bad: the folders of damaged checkpoints.
         """
         self._state, self._mesh, self._group = session.state, session.mesh, session.group
@@ -304,7 +304,7 @@ class DurableTier:
             raise
 
     def _commit(self, position: Position, folder: str, kind: CheckpointKind, reports: list[DigestReport]) -> None:
-        """Write the tables and commit, on the coordinator, after the last write of all ranks."""
+        """Write the tables and commit, on rank 0, after the last write of all ranks."""
         attempt, whole = f"{folder}/{self._token.attempt}", self._plans[kind].whole
         assert whole is not None, "rank 0 has the layout of all"
         self._lease.ensure()

@@ -63,7 +63,7 @@ _ENTRY_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """The record of a written file; small, because it is sent to the coordinator."""
+    """The record of a written file; small, because it is sent to rank 0."""
 
     size: int
     """The size in bytes."""

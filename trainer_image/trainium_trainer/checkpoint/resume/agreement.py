@@ -1,6 +1,6 @@
 """Decide the step to resume, its source and the transfers of snapshots between stores. Pure functions.
 
-The first rank evaluates `decide` on what all ranks report (`leader.py`).
+Rank 0 evaluates `decide` on what all ranks report (`leader.py`).
 
 Guarantees:
 - A step is taken from memory only when every shard that some rank needs exists in some store, written by the same
@@ -190,7 +190,7 @@ def _plan_rounds(views: Sequence[RankView], holders: Mapping[str, set[str]]) -> 
 
 
 class SnapshotInventory:
-    """The contents of every snapshot store at one start, kept by the first rank.
+    """The contents of every snapshot store at one start, kept by rank 0.
 
     Each rank reports once the records that it represents (`select_records`). Changes follow: a damaged snapshot, a
     version that could not be exchanged, a store without space. The cost of every method is linear in the ranks, their

@@ -1,11 +1,11 @@
-"""The decisions of the first rank at a start, from the reports of all ranks, and the orders to each rank. Pure.
+"""The decisions of rank 0 at a start, from the reports of all ranks, and the orders to each rank. Pure.
 
-Reports travel up a tree to the first rank (`collectives.scatter_from_root`). Each rank gets its order back: the
+Reports travel up a tree to rank 0 (`collectives.scatter_from_root`). Each rank gets its order back: the
 snapshots to verify, the transfers, or the end. So no rank but the first receives the reports of all ranks; in total
 they would grow with the square of a job's size.
 
 Guarantees:
-- The first rank makes one decision, and all ranks receive parts of it.
+- Rank 0 makes one decision, and all ranks receive parts of it.
 - Nothing is exchanged before every rank has verified its part.
 - No rank is done before all have exchanged or loaded theirs.
 - On damage all ranks start again without the damaged part.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from trainium_worker.snapshots.files import Part
 
 SHARED_WARNINGS = 20
-"""The number of warnings that every rank gets; the first rank has all of them."""
+"""The number of warnings that every rank gets; rank 0 has all of them."""
 
 
 # ---- reports of ranks -----------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Agreement:
     needs_buddies: bool
     """Whether a shard needs a copy on another node."""
     holds_fence: bool
-    """Whether the first rank has claimed the fence of the durable root; else its first save that can claims it."""
+    """Whether rank 0 has claimed the fence of the durable root; else its first save that can claims it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +132,12 @@ class Finish:
 Order = Verify | Exchange | Load | Finish
 
 
-# ---- the first rank -------------------------------------------------------------------------------------------------
+# ---- rank 0 ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class ResumeLeader:
-    """The state of one start on the first rank; empty on the other ranks."""
+    """The state of one start on rank 0; empty on the other ranks."""
 
     location: str
     """The location of the durable root, for messages."""
@@ -302,7 +302,7 @@ class ResumeLeader:
 
 
 def limit_warnings(warnings: Iterable[str]) -> tuple[str, ...]:
-    """Return the warnings of the first rank that every rank gets."""
+    """Return the warnings of rank 0 that every rank gets."""
     all_warnings = tuple(warnings)
     if len(all_warnings) <= SHARED_WARNINGS:
         return all_warnings

@@ -1,6 +1,6 @@
 """The collective that starts a run: locate, decide, verify, exchange, restore.
 
-All ranks run `Resumption.run` together. Each rank reports the contents of its snapshot store. The first rank, which
+All ranks run `Resumption.run` together. Each rank reports the contents of its snapshot store. Rank 0, which
 also has read the durable root, decides (`leader.py`) and sends each rank its order; on any damage it decides again
 without the damaged part.
 
@@ -75,9 +75,9 @@ class ResumeOutcome:
     writes_snapshots: bool
     """Whether this rank writes memory snapshots (one of the ranks that share a shard and a store does)."""
     leftovers: tuple[str, ...]
-    """The leftovers to remove; set on the first rank."""
+    """The leftovers to remove; set on rank 0."""
     warnings: tuple[str, ...]
-    """All warnings on the first rank, the first ones on the others."""
+    """All warnings on rank 0, the first few on the others."""
 
 
 class Resumption:
@@ -127,7 +127,7 @@ class Resumption:
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
     def _locate(self) -> RankView:
-        """Return the local store, and acquire the durable root on the first rank."""
+        """Return the local store, and acquire the durable root on rank 0."""
         try:
             if self._memory is not None:
                 self._memory.claim_fence()

@@ -1,4 +1,4 @@
-"""Acquire the durable root on the first rank of a start: check the owner, then the settings, then claim the fence.
+"""Acquire the durable root on rank 0 of a start: check the owner, then the settings, then claim the fence.
 
 Guarantees:
 - A start that is refused, because the folder is another job's, holds another run or lies inside another root, has
@@ -28,7 +28,7 @@ _START_RETRIES = 1
 
 
 class CommitLease:
-    """One rank's right to commit below the root; the first rank calls `acquire` before everything else."""
+    """One rank's right to commit below the root; rank 0 calls `acquire` before everything else."""
 
     def __init__(self, storage: Storage, owner: OwnerRecords, token: FenceToken, retry: Retry) -> None:
         self._storage = storage

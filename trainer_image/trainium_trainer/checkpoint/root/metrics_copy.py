@@ -1,4 +1,4 @@
-"""Copies of metrics.jsonl, which is on the first rank's node, in an object store.
+"""Copies of metrics.jsonl, which is on rank 0's node, in an object store.
 
 A line is appended to metrics.jsonl at every step, which an object store cannot do.
 
