@@ -16,4 +16,9 @@ Nodes and agents:
 - `virtual.replicas` (`Scenario`, `OperatorDeployment`): the whole operator, or its replicas, in virtual time.
 - `tests/wire/agent` (`AgentJob`): agents as processes, with a coordinator.
 - `cluster.shared_cluster.SharedCluster`: a real cluster, with kubelets and containers.
+
+Builders, with defaults for what a test does not set:
+- `api.objects`: objects as the API server stores them; `operator.job_views`: a job as the operator reads it.
+- `operator.wire_messages`: messages of agents; `operator.reporting_agent`: an agent whose records grow.
+- `tests/unit/plan/plan_builders.py`, `pod_manifests.py`, `kueue_builders.py`: observations, manifests, Workloads.
 """

@@ -9,6 +9,15 @@ from trainium_operator.cluster.api.resources import JOBS
 Json = dict[str, Any]
 
 
+def training_job(name: str = "llama", **workers: Any) -> Json:
+    """Return a job of CPU workers, by default two that train 40 steps."""
+    spec = {
+        "workers": {"replicas": 2, "accelerator": {"device": "cpu"}, **workers},
+        "trainer": {"steps": 40, "batch": {"globalSize": 12, "microSize": 1}},
+    }
+    return {"metadata": {"name": name, "generation": 1}, "spec": spec}
+
+
 def owner_reference(job: str = "llama", uid: str = "u") -> Json:
     """Return the reference of an object that a TrainingJob controls."""
     return {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "name": job, "uid": uid, "controller": True}

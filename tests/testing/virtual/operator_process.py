@@ -168,14 +168,6 @@ class OperatorProcess:
         await self.kill()
 
 
-def training_job(name: str = "llama", **workers: Any) -> dict[str, Any]:
-    spec = {
-        "workers": {"replicas": 2, "accelerator": {"device": "cpu"}, **workers},
-        "trainer": {"steps": 40, "batch": {"globalSize": 12, "microSize": 1}},
-    }
-    return {"metadata": {"name": name, "generation": 1}, "spec": spec}
-
-
 async def until(condition: Callable[[], bool], message: Message, seconds: float) -> None:
     """Wait in virtual time, as `timeouts.until` does in real time; raise AssertionError at the timeout."""
     loop = asyncio.get_running_loop()

@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol, Self, TypeVar
 
 from tests.testing.api.fake_api_server import FakeApiServer, http_error
+from tests.testing.api.objects import training_job
 from tests.testing.virtual.fake_workers import Workers
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.virtual.operator_process import OperatorProcess, until, wall_clock
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.internal import unpack_internal
 from trainium_contract.wire.recorded_membership import parse_refused_status

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_api_server import Write
+from tests.testing.api.objects import training_job
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
-from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.operator_process import until
 from tests.testing.virtual.replicas import OperatorDeployment, check_each_kill_point, run_deployment
 from trainium_operator.cluster.api.resources import CLAIMS, JOBS, NODES, PODS, SLICES, TEMPLATES
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.objects import end_worker
+from tests.testing.api.objects import end_worker, training_job
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
-from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.operator_process import until
 from tests.testing.virtual.replicas import OperatorDeployment, check_each_kill_point, run_with_kubelet
 from trainium_contract.wire.worker_env import ROLE_EVALUATION
 from trainium_operator.cluster.api.resources import JOBS, PODS

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_api_server import FakeApiServer, Write, http_error
+from tests.testing.api.objects import training_job
 from tests.testing.suite.virtual_time import in_virtual_time
-from tests.testing.virtual.operator_process import training_job, until, wall_clock
+from tests.testing.virtual.operator_process import until, wall_clock
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
 from trainium_operator.cluster.cache.caches import make_caches

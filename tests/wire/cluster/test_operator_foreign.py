@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_api_server import FakeApiServer
-from tests.testing.api.objects import owner_reference, terminated_status, worker_pod
+from tests.testing.api.objects import owner_reference, terminated_status, training_job, worker_pod
 from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from tests.testing.virtual.fake_workers import Workers
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.virtual.operator_process import OperatorProcess, until, wall_clock
 from tests.testing.virtual.replicas import Scenario
 from trainium_contract.status.internal import unpack_internal
 from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY

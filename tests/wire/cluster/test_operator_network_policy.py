@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_api_server import Fault, http_error
+from tests.testing.api.objects import training_job
 from tests.testing.operator.rbac import RIGHTS, Scope
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual import replicas
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until
+from tests.testing.virtual.operator_process import OperatorProcess, until
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, NETWORK_POLICIES, PODS
 from trainium_operator.settings import Settings
 

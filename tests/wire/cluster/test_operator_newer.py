@@ -10,9 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from tests.testing.api.fake_api_server import FakeApiServer
+from tests.testing.api.objects import training_job
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import lose_node
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until
+from tests.testing.virtual.operator_process import OperatorProcess, until
 from tests.testing.virtual.replicas import Scenario
 from trainium_contract.api_server.errors import UndeclaredFieldError
 from trainium_contract.faults.causes import Cause

@@ -3,11 +3,12 @@
 import asyncio
 
 from tests.testing.api.fake_api_server import FakeApiServer
+from tests.testing.api.objects import training_job
 from tests.testing.api.token_issuer import ISSUER
 from tests.testing.operator.rbac import RIGHTS, NamedAfter, Scope
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import Workers
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.virtual.operator_process import OperatorProcess, until, wall_clock
 from trainium_operator.cluster.api.resources import ALL, CLAIMING, DEPLOYMENTS, GANGS, JOBS, QUEUEING, SECRETS
 from trainium_operator.settings import Settings
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.objects import owner_reference, worker_pod
+from tests.testing.api.objects import owner_reference, training_job, worker_pod
 from tests.testing.suite.virtual_time import in_virtual_time
-from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.operator_process import until
 from tests.testing.virtual.replicas import Scenario
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE
 from trainium_operator.cluster.api.resources import JOBS, PODS

@@ -18,11 +18,10 @@ import pytest
 
 from tests.testing.api.fake_api_server import FakeApiServer
 from tests.testing.api.http_api_server import HttpApiServer
-from tests.testing.api.objects import bind_pod, ready_node
+from tests.testing.api.objects import bind_pod, ready_node, training_job
 from tests.testing.api.token_issuer import ISSUER
 from tests.testing.operator.agent_settings import agent_settings
 from tests.testing.suite.timeouts import async_until, scaled
-from tests.testing.virtual.operator_process import training_job
 from trainium_agent.coordinator.client import Callbacks, CoordinatorClient
 from trainium_agent.settings import Endpoint
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase

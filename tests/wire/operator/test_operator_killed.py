@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_api_server import Write, http_error
+from tests.testing.api.objects import training_job
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import lose_node
-from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.operator_process import until
 from tests.testing.virtual.replicas import OperatorDeployment, check_each_kill_point, run_deployment
 from trainium_contract.wire.recorded_membership import parse_refused_status
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_api_server import Write, http_error
+from tests.testing.api.objects import training_job
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual import replicas
-from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.operator_process import until
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.testing.api.fake_api_server import Fault, http_error
+from tests.testing.api.objects import training_job
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.fake_workers import lose_node, set_readiness
-from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.operator_process import until
 from tests.testing.virtual.replicas import OperatorDeployment, run_deployment
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
 from trainium_operator.cluster.api.transport import HttpResponse

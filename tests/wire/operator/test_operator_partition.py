@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.testing.api.objects import training_job
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import lose_node, set_readiness
-from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.operator_process import until
 from tests.testing.virtual.replicas import Scenario
 from trainium_operator.cluster.execute import deletion_limit
 

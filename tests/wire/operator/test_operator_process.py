@@ -17,8 +17,8 @@ import aiohttp
 
 from tests.testing.api.fake_api_server import FakeApiServer
 from tests.testing.api.http_api_server import HttpApiServer
+from tests.testing.api.objects import training_job
 from tests.testing.suite.timeouts import async_until, scaled
-from tests.testing.virtual.operator_process import training_job
 from trainium_contract.wire.log_line import LogSource, read_log_line
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, LEASES, PODS, SECRETS
 

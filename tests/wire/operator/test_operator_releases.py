@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_api_server import http_error
+from tests.testing.api.objects import training_job
 from tests.testing.suite.virtual_time import in_virtual_time
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.virtual.operator_process import OperatorProcess, until, wall_clock
 from tests.testing.virtual.replicas import Scenario
 from trainium_operator.cluster import releases
 from trainium_operator.cluster.api.resources import JOBS, LEASES

@@ -9,11 +9,11 @@ import kopf
 import pytest
 
 from tests.testing.api.fake_api_server import FakeApiServer, http_error
-from tests.testing.api.objects import owner_reference
+from tests.testing.api.objects import owner_reference, training_job
 from tests.testing.api.token_issuer import ISSUER
 from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from tests.testing.virtual.fake_workers import lose_node
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.virtual.operator_process import OperatorProcess, until, wall_clock
 from tests.testing.virtual.replicas import Scenario
 from trainium_operator import handlers
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.testing.api.objects import training_job
 from tests.testing.suite.virtual_time import in_virtual_time
-from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.operator_process import until
 from tests.testing.virtual.replicas import Scenario
 
 HOUR = 3600.0

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_api_server import FakeApiServer, http_error
-from tests.testing.api.objects import owner_reference, worker_pod
+from tests.testing.api.objects import owner_reference, training_job, worker_pod
 from tests.testing.suite.virtual_time import in_virtual_time
-from tests.testing.virtual.operator_process import training_job
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
 from trainium_operator.cluster.cache.caches import make_caches

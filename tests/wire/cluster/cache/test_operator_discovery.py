@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_api_server import FakeApiServer, http_error
+from tests.testing.api.objects import training_job
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.virtual.operator_process import OperatorProcess, until, wall_clock
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import JOBS, NODES, PODS, SECRETS, TEMPLATES, WORKLOADS, Resource
 from trainium_operator.cluster.cache.discovery import (

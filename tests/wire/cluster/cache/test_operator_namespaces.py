@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.testing.api.fake_api_server import FakeApiServer, http_error
+from tests.testing.api.objects import training_job
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import Workers
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.virtual.operator_process import OperatorProcess, until, wall_clock
 from tests.testing.virtual.replicas import Scenario
 from trainium_operator.cluster.api.resources import JOBS, PODS
 from trainium_operator.cluster.cache.namespaces import ListState, Namespaces

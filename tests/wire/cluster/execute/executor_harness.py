@@ -3,10 +3,9 @@
 from typing import Any, cast
 
 from tests.testing.api.fake_api_server import FakeApiServer, http_error
-from tests.testing.api.objects import owner_reference
+from tests.testing.api.objects import owner_reference, training_job
 from tests.testing.operator.wire_messages import member, membership
 from tests.testing.suite.virtual_time import run_virtual
-from tests.testing.virtual.operator_process import training_job
 from trainium_contract.wire.messages import Membership
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS

@@ -4,9 +4,10 @@ import asyncio
 from typing import Any
 
 from tests.testing.api.fake_api_server import FakeApiServer, http_error
+from tests.testing.api.objects import training_job
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import Workers
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.virtual.operator_process import OperatorProcess, until, wall_clock
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
 from trainium_operator.cluster.api.transport import HttpResponse
 
