@@ -122,51 +122,47 @@ class StepMetrics:
             "productiveSeconds": round(self.productive_seconds, 3),
         }
         line |= {name: _drop_nonfinite(getattr(self.stability, field)) for name, field in METRICS_FIELDS.items()}
-        measured = {
-            "perplexity": self._compute_perplexity(self.loss),
-            "validationLoss": self.validation_loss,
-            "validationPerplexity": self._compute_perplexity(self.validation_loss),
-            "parameterNorm": self.parameter_norm,
-            "tokensPerSecond": self.tokens_per_second,
-            "samplesPerSecond": self.samples_per_second,
-            "nodes": self.nodes,
-            "mfu": self.utilisation,
-            "timeInSteps": self.time_in_steps,
-            "hostBytes": self.host_bytes,
-            "deviceBytes": self.device_bytes,
-            "resumed": self.resumed or None,
-        }
-        for prefix, rewards in (("reward", self.rewards), ("validationReward", self.validation_rewards)):
-            if rewards is not None:
-                measured |= {prefix + name.title(): value for name, value in rewards.iterate_figures()}
-        return line | {
-            name: value for name, number in measured.items() if (value := _round_to_float32(number)) is not None
-        }
+        measured = ((name, _round_to_float32(value)) for name, _, value in self._list_measured())
+        return line | {name: value for name, value in measured if value is not None}
 
     def list_scalars(self) -> dict[str, float]:
         """Return the values for TensorBoard."""
         values = {
             "train/loss": self.loss,
-            "train/perplexity": self._compute_perplexity(self.loss),
             "train/gradNorm": self.grad_norm,
-            "train/parameterNorm": self.parameter_norm,
             "train/learningRate": self.learning_rate,
             "train/tokens": self.tokens,
             "train/spikes": self.stability.spikes,
             "train/spikeSteps": self.stability.spike_steps,
-            "validation/loss": self.validation_loss,
-            "validation/perplexity": self._compute_perplexity(self.validation_loss),
-            "train/tokensPerSecond": self.tokens_per_second,
-            "train/samplesPerSecond": self.samples_per_second,
-            "train/mfu": self.utilisation,
-            "train/timeInSteps": self.time_in_steps,
-            "train/hostBytes": self.host_bytes,
-            "train/deviceBytes": self.device_bytes,
         }
-        for prefix, rewards in (("rewards", self.rewards), ("validation/rewards", self.validation_rewards)):
+        values |= {tag: value for _, tag, value in self._list_measured() if tag and value is not None}
+        return {tag: float(value) for tag, value in values.items()}
+
+    def _list_measured(self) -> list[tuple[str, str, float | None]]:
+        """Return name, TensorBoard's tag (empty: none) and value of each figure that a step may lack."""
+        figures: list[tuple[str, str, float | None]] = [
+            ("perplexity", "train/perplexity", self._compute_perplexity(self.loss)),
+            ("validationLoss", "validation/loss", self.validation_loss),
+            ("validationPerplexity", "validation/perplexity", self._compute_perplexity(self.validation_loss)),
+            ("parameterNorm", "train/parameterNorm", self.parameter_norm),
+            ("tokensPerSecond", "train/tokensPerSecond", self.tokens_per_second),
+            ("samplesPerSecond", "train/samplesPerSecond", self.samples_per_second),
+            ("nodes", "", self.nodes),
+            ("mfu", "train/mfu", self.utilisation),
+            ("timeInSteps", "train/timeInSteps", self.time_in_steps),
+            ("hostBytes", "train/hostBytes", self.host_bytes),
+            ("deviceBytes", "train/deviceBytes", self.device_bytes),
+            ("resumed", "", self.resumed or None),
+        ]
+        for name, tag, rewards in (
+            ("reward", "rewards", self.rewards),
+            ("validationReward", "validation/rewards", self.validation_rewards),
+        ):
             if rewards is not None:
-                values |= {f"{prefix}/{name}": value for name, value in rewards.iterate_figures()}
-        return {name: float(value) for name, value in values.items() if value is not None}
+                figures += [
+                    (f"{name}{part.title()}", f"{tag}/{part}", value) for part, value in rewards.iterate_figures()
+                ]
+        return figures
 
     def _compute_perplexity(self, loss: float | None) -> float | None:
         """Return the perplexity of a loss that is the cross-entropy of tokens; None for one of pairs."""
