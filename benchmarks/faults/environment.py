@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import yaml
@@ -34,7 +35,6 @@ from trainium_devcluster.state import NodeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
-    from pathlib import Path
 
     from tests.testing.cluster.shared_cluster import SharedCluster
     from trainium_devcluster.faults import Faults
@@ -43,30 +43,16 @@ Json = dict[str, Any]
 NAMESPACE = "fault-table"
 SHARED_FOLDER = "/shared-folder"
 """Placeholder in a row's spec for the folder that all nodes share."""
-STEPS = 2400
-BATCH = 12
+_JOB = Path(__file__).with_name("job.yaml")
+_TRAINER = yaml.safe_load(_JOB.read_text())["trainer"]
+STEPS: int = _TRAINER["steps"]
+BATCH: int = _TRAINER["batch"]["globalSize"]
 STEP_SECONDS = 0.15
 """Duration of a step; this small model needs only 20 ms."""
 NODES = 7
 """Three nodes for members, two for spares, and two idle ones; the operator has another node."""
 FULL_SIZE_NODES = 6
 """Nodes for three members, two spares and the operator; on fewer a job has two members and one spare."""
-BASE_SPEC = f"""
-workers: {{accelerator: {{device: cpu}}}}
-trainer:
-  model: {{preset: Tiny}}
-  data: {{source: python-docs, sequenceLength: 32, tokenizer: {{vocabSize: 512}}, cacheDirectory: /cache}}
-  batch: {{globalSize: {BATCH}, microSize: 2}}
-  steps: {STEPS}
-  schedule: {{warmupSteps: 20}}
-  monitor: {{tensorboard: false, recordSamples: true}}
-checkpoint: {{durable: {{everySteps: 20, everySeconds: 86400, keepLast: 3}}}}
-recovery:
-  rescaleAfterSeconds: 20
-  gracePeriodSeconds: 20
-  hang: {{stepFloorSeconds: 3}}
-  budgets: {{process: {{maxFailures: 1000}}, infrastructure: {{maxFailures: 1000}}}}
-"""
 _REFERENCE_STEPS = 500
 """Length of the reference curve unless a row needs more."""
 _CURVE_PARTS = ("models", "data", "backends", "loop")
@@ -163,7 +149,7 @@ class FaultEnvironment:
             "TRAINIUM_FAULTS_DIR": f"/cache/faults/{commands.name}",
             "TRAINIUM_FAULTS_STEP_SECONDS": f"{step_seconds:g}",
         }
-        spec: dict[str, Any] = yaml.safe_load(BASE_SPEC)
+        spec: dict[str, Any] = yaml.safe_load(_JOB.read_text())
         for change in ({"workers": {"replicas": self.size}}, *changes):
             spec = merge(spec, dict(change))
         text = yaml.safe_dump(spec).replace(SHARED_FOLDER, str(self.cluster.shared))
@@ -324,7 +310,7 @@ def _read_losses(path: Path) -> dict[int, float]:
 def hash_curve_code() -> str:
     """Return a digest of the code that affects the loss curve."""
     package = ROOT / "trainer_image" / "trainium_trainer"
-    digest = hashlib.sha256(BASE_SPEC.encode())
+    digest = hashlib.sha256(_JOB.read_bytes())
     for part in _CURVE_PARTS:
         path = package / part
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

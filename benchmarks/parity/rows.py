@@ -24,23 +24,8 @@ MERGED_TOLERANCE = 1e-5
 FAMILY_STEPS = 100
 _TEMPLATE = "data.examples.chat.template"
 
-BASE: dict[str, Any] = {
-    "steps": 200,
-    "batch": {"globalSize": 8, "microSize": 8},
-    "data": {"source": "python-docs", "sequenceLength": 64, "tokenizer": {"vocabSize": 1024}},
-    "model": {
-        "numLayers": 4,
-        "hiddenSize": 64,
-        "intermediateSize": 176,
-        "numAttentionHeads": 4,
-        "numKeyValueHeads": 2,
-        "tieEmbeddings": False,
-    },
-    "optimizer": {"learningRate": 3e-4},
-    "schedule": {"warmupSteps": 20},
-    "checkpoint": {"memory": {"everySteps": 0}, "durable": {"everySeconds": None}},
-    "monitor": {"tensorboard": False},
-}
+_DOCUMENT: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
+BASE: dict[str, Any] = _DOCUMENT["base"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +110,18 @@ class Row:
         return [f"batch.microSize={micro_size}", *degrees, *self.overrides]
 
 
-def _read_groups(file: Path) -> dict[str, tuple[Row, ...]]:
-    """Read the rows of each group of a file."""
-    document = yaml.safe_load(file.read_text())
-    families = document.pop("families")
+def _read_groups() -> dict[str, tuple[Row, ...]]:
+    """Return the rows of each group."""
+    families = _DOCUMENT["families"]
     settings: dict[str, Settings] = {}
     groups: dict[str, list[Row]] = {}
-    for group, entries in document.items():
+    for group in ("pretraining", "tuning", "preferences"):
         rows = groups.setdefault(group, [])
-        for entry in entries:
+        for entry in _DOCUMENT[group]:
             layouts, base = entry.pop("layouts"), entry.pop("base", None)
             template = entry.get("overrides", {}).get(_TEMPLATE)
             if template is not None:
-                entry["overrides"][_TEMPLATE] = str(file.with_name(template))
+                entry["overrides"][_TEMPLATE] = str(Path(__file__).with_name(template))
             kind = settings[entry["name"]] = Settings(**entry, base=settings[base] if base else None)
             rows += [_build_row(kind, layout) for layout in layouts]
     bases = {
@@ -172,6 +156,6 @@ def _list_settings(rows: tuple[Row, ...]) -> tuple[Settings, ...]:
     return tuple({row.settings.name: row.settings for row in rows}.values())
 
 
-GROUPS = _read_groups(Path(__file__).with_name("rows.yaml"))
+GROUPS = _read_groups()
 """Rows of pretraining, tuning, preferences and families."""
 SETTINGS = {group: _list_settings(rows) for group, rows in GROUPS.items()}

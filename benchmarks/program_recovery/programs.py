@@ -1,13 +1,16 @@
-"""The programs of others that go through all faults, and their jobs."""
+"""Read the programs of others that go through all faults from programs.yaml, and start them as TrainingJobs."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from benchmarks.program_recovery.launchers import RECORDER, TrainingJobLauncher
 from trainium_devcluster.demos.frame import DemoJob
@@ -19,29 +22,14 @@ if TYPE_CHECKING:
 _LOOPS = Path(__file__).with_name("loops.py")
 _PAGE = Path(__file__).parents[2] / "docs/program-library.md"
 FAULTS = ("killed rank", "lost node", "stopped rank", "killed operator", "resize to 1", "resize to 2")
-_TRAINER = (
-    "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2",
-    "--learning_rate", "0.001", "--logging_steps", "1", "--save_steps", "10", "--save_total_limit", "2", "--use_cpu",
-    "--bf16", "False", "--gradient_checkpointing", "False", "--disable_tqdm", "True", "--report_to", "none",
-)  # fmt: skip
 _EPOCHS = 4
 _ROWS = {"data": 1120, "answers": 1120, "pairs": 1120, "prompts": 280}
 """Rows of each data set that the programs read: 70 steps an epoch."""
 _TITAN_VOCABULARY, _TITAN_SAMPLES = 2048, 1500
 """Tokens of torchtitan's small model, and samples that have one."""
 _CHECKPOINTS = "checkpoint-{step}/trainer_state.json"
-_SHELL = """
-folder=$1; step=$(ls $folder | sed -n 's/^done-//p' | sort -n | tail -n 1); step=${step:-0}; start=$(date +%s.%N)
-file=$folder/samples-0-$start.jsonl
-while [ $step -lt 420 ]; do
-  sleep 0.4; step=$((step + 1)); echo "step: $step"
-  [ $RANK = 0 ] || continue
-  where="\\"start\\": $start, \\"time\\": $(date +%s.%N)"
-  echo "{$where, \\"step\\": $step, \\"samples\\": [$step], \\"loss\\": 1, \\"ranks\\": 1}" >>$file
-  touch $folder/done-$step
-done
-[ $RANK != 0 ] || echo "{\\"trainingEnded\\": true}" >>$file
-"""
+_SHELL = Path(__file__).with_name("count.sh").read_text()
+"""Counts steps and samples, and resumes at the newest one; it reports its steps by its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,55 +47,37 @@ class Program:
     resizes: bool = True
 
 
-def _call_trl(script: str, data: str, *options: str, model: str = "model", epochs: int = _EPOCHS) -> tuple[str, ...]:
-    data_set = ("--dataset_name", f"/checkpoints/short/{data}")
-    model_folder = ("--model_name_or_path", f"/checkpoints/{model}", "--dtype", "float32")
-    return _call_recorded(f"trl.scripts.{script}", *model_folder, *data_set, *options, epochs=epochs)
+def _read_programs(file: Path) -> dict[str, Program]:
+    document = yaml.safe_load(file.read_text())
+    common = shlex.split(document["trainer"])
+    return {name: _build_program(common, **entry) for name, entry in document["programs"].items()}
 
 
-def _call_recorded(program: str, *options: str, epochs: int = _EPOCHS) -> tuple[str, ...]:
+def _build_program(
+    common: list[str],
+    *,
+    trl: str = "",
+    data: str = "",
+    model: str = "model",
+    recorded: str = "",
+    options: str = "",
+    epochs: int = _EPOCHS,
+    arguments: str = "",
+    **fields: Any,
+) -> Program:
+    """Return a program from its entry in programs.yaml."""
+    own = shlex.split(options)
+    if trl:
+        model_folder = ("--model_name_or_path", f"/checkpoints/{model}", "--dtype", "float32")
+        own = [*model_folder, "--dataset_name", f"/checkpoints/short/{data}", *own]
+        recorded = f"trl.scripts.{trl}"
+    if not recorded:
+        return Program(arguments=tuple(shlex.split(arguments)), **fields)
     run = ("--output_dir", "{folder}", "--num_train_epochs", str(epochs))
-    return (f"/src/{RECORDER.name}", "--elastic", program, *options, *run, *_TRAINER)
+    return Program(arguments=(f"/src/{RECORDER.name}", "--elastic", recorded, *own, *run, *common), **fields)
 
 
-_PACKING = (
-    "--packing", "--max_length", "128", "--use_peft", "--lora_dropout", "0", "--lora_target_modules", "q_proj",
-    "v_proj",
-)  # fmt: skip
-_FSDP = ("--fsdp", "full_shard", "--fsdp_config", '{{"fsdp_version": 2}}')
-_GRPO = (
-    "--reward_funcs", "loops.reward_variety", "--num_generations", "4", "--max_completion_length", "8", "--beta", "0",
-)  # fmt: skip
-_TORCHTITAN = (
-    "--module", "llama3", "--config", "llama3_debugmodel", "--hf_assets_path", "/checkpoints/titan",
-    "--dataloader.dataset_path", "/checkpoints/titan/data", "--training.seq_len", "64", "--debug.seed", "1",
-    "--training.local_batch_size", "1", "--training.steps", "100", "--dump_folder", "{folder}", "--checkpoint.enable",
-    "--checkpoint.interval", "10", "--training.disable_cuda_graphs", "--validator.freq", "1000",
-    "--parallelism.spmd_backend", "partial_dtensor",
-)  # fmt: skip
-_LOOP: dict[str, Any] = {"committed": "step-{step}/.metadata", "keeps_batch": False}
-PROGRAMS = {
-    "sft": Program("TRL, `sft.py`", _call_trl("sft", "data")),
-    "packing": Program("TRL, `sft.py`, packing and LoRA", _call_trl("sft", "data", *_PACKING, epochs=2 * _EPOCHS)),
-    "fsdp": Program("TRL, `sft.py`, FSDP2", _call_trl("sft", "data", *_FSDP)),
-    "dpo": Program("TRL, `dpo.py`", _call_trl("dpo", "answers")),
-    "reward": Program("TRL, `reward.py`", _call_trl("reward", "pairs", model="classifier", epochs=6)),
-    "grpo": Program("TRL, `grpo.py`", _call_trl("grpo", "prompts", *_GRPO)),
-    "trainer": Program("`Trainer` of transformers", _call_recorded(_LOOPS.name, "plain")),
-    "accelerate": Program("loop with accelerate", ("/src/accelerate_loop.py",), **_LOOP),
-    "ddp": Program("loop with DDP", ("/src/ddp_loop.py",), **_LOOP),
-    "fsdp2": Program("loop with FSDP2", ("/src/fsdp2_loop.py",), **_LOOP),
-    "lightning": Program("Lightning", ("/src/lightning_loop.py",), committed="last.ckpt", keeps_batch=False),
-    "torchtitan": Program(
-        "torchtitan, FSDP2",
-        (f"/src/{_LOOPS.name}", "torchtitan", *_TORCHTITAN),
-        first_fault=10,
-        committed="checkpoint/step-{step}/.metadata",
-        keeps_batch=False,
-        resizes=False,
-    ),
-    "shell": Program("shell script", (), first_fault=20, committed="done-{step}", keeps_batch=False),
-}
+PROGRAMS = _read_programs(Path(__file__).with_name("programs.yaml"))
 
 
 class ProgramLauncher(TrainingJobLauncher):

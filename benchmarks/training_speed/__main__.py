@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 
 from benchmarks.harness.conditions import read_versions, write_report
 from benchmarks.harness.figures import create_parser
@@ -39,48 +40,9 @@ if TYPE_CHECKING:
 
 _PEER = "transformers.Trainer"
 _REQUIRED_PACKAGES = ("transformers", "accelerate", "peft", "torch")
-MODES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "accumulated": {"micro_batch_size": 2, "accumulation": 4},
-    "half": {"half": True},
-    "sharded": {"sharded": True},
-    "recomputed": {"recompute": True},
-    "compiled": {"compiled": True},
-    "lora": {"lora": True},
-}
-SHAPES: dict[str, dict[str, int]] = {
-    "cpu": {
-        "hiddenSize": 384,
-        "intermediateSize": 1024,
-        "numLayers": 6,
-        "numAttentionHeads": 8,
-        "numKeyValueHeads": 4,
-        "vocabSize": 4096,
-    },
-    # Llama 3.2 1B with a smaller vocabulary.
-    "cuda": {
-        "hiddenSize": 2048,
-        "intermediateSize": 8192,
-        "numLayers": 16,
-        "numAttentionHeads": 32,
-        "numKeyValueHeads": 8,
-        "vocabSize": 32_000,
-    },
-}
-
-
-SPEED_GOALS = {"cpu": 1.1, "cuda": 1.0}
-"""Goal for the tokens per second over those of the peer, by device."""
+_TASKS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tasks.yaml").read_text())
+MODES: dict[str, dict[str, Any]] = _TASKS["modes"]
 MEMORY_GOAL = 1.0
-QUICK = {
-    "hiddenSize": 64,
-    "intermediateSize": 128,
-    "numLayers": 2,
-    "numAttentionHeads": 4,
-    "numKeyValueHeads": 2,
-    "vocabSize": 512,
-}
-"""A task that only checks that everything runs; its figures have no meaning."""
 
 
 def main() -> int:
@@ -98,7 +60,7 @@ def main() -> int:
     base = Task(
         ranks=1,
         device=options.device,
-        model=QUICK if options.quick else SHAPES[options.device],
+        model=_TASKS["shapes"]["quick" if options.quick else options.device],
         sequence_length=options.length,
         micro_batch_size=options.micro,
         accumulation=1,
@@ -122,7 +84,7 @@ def main() -> int:
         device=options.device,
         software={"threads": THREAD_VARIABLES["OMP_NUM_THREADS"], "torch": torch.__version__},
         settings=settings | {"steps": base.steps, "rounds": options.rounds},
-        goals={"speed": SPEED_GOALS[options.device], "memory": MEMORY_GOAL},
+        goals={"speed": _TASKS["speed_goals"][options.device], "memory": MEMORY_GOAL},
         peers={_PEER: peer},
         rows=rows,
     )

@@ -11,12 +11,14 @@ import hashlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_devcluster.binaries import FLEET_PROGRAMS, Program, ensure_binaries
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.fleet.kwok_stages import MANAGED, MANAGED_LABEL, build_kwok_configuration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from trainium_devcluster.progress import ReportProgress
 
 MAX_NODES = 10_000
+MANAGED_LABEL, MANAGED = "trainium.dev/fleet", "kwok"
+"""Label of nodes whose kubelet kwok simulates (kwok.yaml); a node without it has a dead kubelet."""
 _MAX_CONCURRENT_REQUESTS = 8
 _READY_SECONDS = 300.0
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
@@ -66,7 +70,7 @@ class KwokFleet:
         fleet = cls(cluster, shape or FleetShape())
         program = ensure_binaries(programs=FLEET_PROGRAMS, report=report).find_path(Program.KWOK)
         configuration = cluster.paths.root / "kwok.yaml"
-        configuration.write_text(build_kwok_configuration(fleet.shape.lease_seconds))
+        configuration.write_text(_configure_kwok(fleet.shape.lease_seconds))
         report(f"registering {nodes} fake nodes")
         fleet.add(nodes)
         cluster.request_supervisor({"op": "start-fleet", "program": str(program), "configuration": str(configuration)})
@@ -202,6 +206,13 @@ _NODE_INFO = (
     "operatingSystem",
     "architecture",
 )
+
+
+def _configure_kwok(lease_seconds: int) -> str:
+    """Return the configuration of kwok; leases expire after `lease_seconds` and are renewed four times as often."""
+    options, *stages = yaml.safe_load_all(Path(__file__).with_name("kwok.yaml").read_text())
+    options["options"]["nodeLeaseDurationSeconds"] = lease_seconds
+    return yaml.safe_dump_all([options, *stages], sort_keys=False)
 
 
 def _has_initial_taints(node: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -27,23 +28,8 @@ from trainium_devcluster.progress import hold_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from pathlib import Path
 
-CONFIGURATION: dict[str, Any] = {
-    "model": {
-        "numLayers": 4,
-        "hiddenSize": 192,
-        "intermediateSize": 512,
-        "numAttentionHeads": 6,
-        "numKeyValueHeads": 6,
-    },
-    "data": {"sequenceLength": 128, "tokenizer": {"vocabSize": 2048}},
-    "batch": {"globalSize": 16, "microSize": 8},
-    "steps": 500,
-    "optimizer": {"learningRate": 3.0e-3, "beta2": 0.98},
-    "schedule": {"kind": "WarmupStableDecay", "warmupSteps": 25, "decaySteps": 200, "finalRatio": 0.02},
-    "monitor": {"tensorboard": False},
-}
+CONFIGURATION: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("base.yaml").read_text())
 _RANKS = 2
 _REPORT_INTERVAL_SECONDS = 15.0
 
