@@ -6,7 +6,10 @@ import json
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import yaml
 
 from benchmarks.harness import launchers
 from trainium_devcluster.demos.frame import Demo, DemoJob
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _EXAMPLES = REPOSITORY / "manifests" / "examples"
+_JOB = Path(__file__).with_name("job.yaml")
 _FILES = ("grpo_rollout.py", "rollout_server.py")
 _CONFIG_MAP = "rollout"
 PORT = 18_080
@@ -62,31 +66,15 @@ class RolloutDemo(Demo):
 
     def build_job(self, training: Training) -> dict[str, Any]:
         """Return the TrainingJob of a run: ranks, a warm spare, and the role of servers."""
-        folder = f"/checkpoints/{training.name}"
-        worker = {"name": "worker", "volumeMounts": [_SOURCE_MOUNT]}
-        program = {
-            "image": "registry.example.com/team/rl:1",
-            "command": training.command,
-            "checkpoints": {"path": folder, "committed": "policy-{step}.pt"},
-        }
-        workers = {
-            "replicas": training.ranks,
-            "minReplicas": 1,
-            "spares": 1,
-            "accelerator": {"device": "cpu"},
-            "template": {"spec": {"containers": [worker], "volumes": [_SOURCE]}},
-        }
-        role = {
-            "name": "rollout",
-            "replicas": SERVERS,
-            "minReady": 1,
-            "port": PORT,
-            "template": {"spec": self.build_server(folder)},
-        }
-        storage = {"hostPath": {"path": str(self.out / "checkpoints")}}
-        spec = {"workers": workers, "program": program, "checkpoint": {"storage": storage}, "roles": [role]}
-        meta = {"name": training.name, "namespace": NAMESPACE}
-        return {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": meta, "spec": spec}
+        job: dict[str, Any] = yaml.safe_load(_JOB.read_text())
+        folder, spec = f"/checkpoints/{training.name}", job["spec"]
+        job["metadata"]["name"] = training.name
+        spec["workers"]["replicas"] = training.ranks
+        checkpoints = {"path": folder, "committed": "policy-{step}.pt"}
+        spec["program"] |= {"command": training.command, "checkpoints": checkpoints}
+        spec["checkpoint"] = {"storage": {"hostPath": {"path": str(self.out / "checkpoints")}}}
+        spec["roles"][0] |= {"replicas": SERVERS, "template": {"spec": self.build_server(folder)}}
+        return job
 
     def build_server(self, folder: str) -> dict[str, Any]:
         """Return the spec of a server's pod."""

@@ -7,6 +7,7 @@ method returns.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
     from trainium_devcluster.progress import ReportProgress
 
 MAX_NODES = 10_000
-MANAGED_LABEL, MANAGED = "trainium.dev/fleet", "kwok"
-"""Label of nodes whose kubelet kwok simulates (kwok.yaml); a node without it has a dead kubelet."""
+MANAGED_LABEL = "trainium.dev/fleet"
+"""Label of nodes whose kubelet kwok simulates (kwok.yaml, node.yaml); a node without it has a dead kubelet."""
 _MAX_CONCURRENT_REQUESTS = 8
 _READY_SECONDS = 300.0
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 _ZONES = ("us-west-2a", "us-west-2b", "us-west-2c", "us-west-2d")
+_NODE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("node.yaml").read_text())
 _INITIAL_TAINTS = ("not-ready", "unreachable", "network-unavailable")
 
 
@@ -153,37 +155,22 @@ class KwokFleet:
         devices = {"aws.amazon.com/neuron": str(shape.neuron), "vpc.amazonaws.com/efa": str(shape.efa)}
         capacity = {"cpu": shape.cpu, "memory": shape.memory, "pods": "110", "ephemeral-storage": "500Gi", **devices}
         address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
-        return {
-            "apiVersion": "v1",
-            "kind": "Node",
-            "metadata": {
-                "name": name,
-                "labels": {
-                    MANAGED_LABEL: MANAGED,
-                    "kubernetes.io/hostname": name,
-                    "kubernetes.io/os": "linux",
-                    "kubernetes.io/arch": "amd64",
-                    "node.kubernetes.io/instance-type": shape.instance_type,
-                    "topology.kubernetes.io/region": "us-west-2",
-                    "topology.kubernetes.io/zone": zone,
-                    "topology.k8s.aws/network-node-layer-1": f"nn-{zone}",
-                    "topology.k8s.aws/network-node-layer-2": f"nn-spine-{spine}",
-                    "topology.k8s.aws/network-node-layer-3": f"nn-leaf-{leaf}",
-                },
-            },
-            "spec": {"providerID": f"aws:///{zone}/i-{digest[:17]}"},
-            "status": {
-                "capacity": capacity,
-                "allocatable": capacity,
-                "addresses": [{"type": "InternalIP", "address": address}, {"type": "Hostname", "address": name}],
-                "conditions": [
-                    {"type": kind, "status": status, "reason": "Fleet", "message": ""}
-                    | {"lastTransitionTime": format_now(), "lastHeartbeatTime": format_now()}
-                    for kind, status in (("Ready", "True"), ("MemoryPressure", "False"), ("DiskPressure", "False"))
-                ],
-                "nodeInfo": dict.fromkeys(_NODE_INFO, "") | {"architecture": "amd64", "operatingSystem": "linux"},
-            },
+        node = copy.deepcopy(_NODE)
+        node["metadata"]["name"] = name
+        node["metadata"]["labels"] |= {
+            "kubernetes.io/hostname": name,
+            "node.kubernetes.io/instance-type": shape.instance_type,
+            "topology.kubernetes.io/zone": zone,
+            "topology.k8s.aws/network-node-layer-1": f"nn-{zone}",
+            "topology.k8s.aws/network-node-layer-2": f"nn-spine-{spine}",
+            "topology.k8s.aws/network-node-layer-3": f"nn-leaf-{leaf}",
         }
+        node["spec"]["providerID"] = f"aws:///{zone}/i-{digest[:17]}"
+        addresses = [{"type": "InternalIP", "address": address}, {"type": "Hostname", "address": name}]
+        node["status"] |= {"capacity": capacity, "allocatable": capacity, "addresses": addresses}
+        for condition in node["status"]["conditions"]:
+            condition |= {"lastTransitionTime": format_now(), "lastHeartbeatTime": format_now()}
+        return node
 
     def _format_path(self, node: str) -> str:
         return f"/api/v1/nodes/{node}"
@@ -192,20 +179,6 @@ class KwokFleet:
         """List objects from the API server's cache."""
         items: list[dict[str, Any]] = self._cluster.api.get(f"{path}?resourceVersion=0").get("items", [])
         return items
-
-
-_NODE_INFO = (
-    "machineID",
-    "systemUUID",
-    "bootID",
-    "kernelVersion",
-    "osImage",
-    "containerRuntimeVersion",
-    "kubeletVersion",
-    "kubeProxyVersion",
-    "operatingSystem",
-    "architecture",
-)
 
 
 def _configure_kwok(lease_seconds: int) -> str:
