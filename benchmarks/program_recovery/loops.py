@@ -54,7 +54,8 @@ def compute_mean_loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torc
     rows, numbers = batch
     time.sleep(_ROW_SECONDS * len(numbers))
     loss: torch.Tensor = model(rows).pow(2).mean()
-    recorder.add(numbers.tolist(), loss.item() * len(numbers) * RANKS / BATCH)
+    recorder.add_samples(numbers.tolist())
+    recorder.add_loss(loss.item() * len(numbers) * RANKS / BATCH)
     return loss
 
 
@@ -120,9 +121,9 @@ def train_torchtitan(arguments: list[str]) -> None:
 
     def compute_and_record(self: Any, *, input_dict: Any, labels: Any, global_valid_tokens: Any) -> Any:
         tokens = input_dict["input"]
-        samples = [int(token) - first for token in tokens[tokens >= first]]
+        recorder.add_samples([int(token) - first for token in tokens[tokens >= first]])
         loss = compute(self, input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens)
-        recorder.add(samples, loss.item() * RANKS)  # its sum over the ranks is the loss
+        recorder.add_loss(loss.item() * RANKS)  # its sum over the ranks is the loss
         return loss
 
     Trainer.train, Trainer.forward_backward_step = train_and_record, compute_and_record

@@ -34,7 +34,11 @@ _ROWS = {"prompts": 400}
 
 
 class Recorder:
-    """Writes a line for each step of this rank: when it ended, its samples, and its share of the loss."""
+    """Writes a line for each step of this rank: when it ended, its samples, and its share of the loss.
+
+    Samples are also written before their collectives: if the rank is killed between these and the end of the step, the
+    other ranks may have completed the step.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -43,13 +47,17 @@ class Recorder:
         self._file: Any = None
         self._start = 0.0
 
-    def add(self, samples: list[int], loss: float) -> None:
-        """Add a micro-batch. `loss`: its part of a sum whose mean over the ranks is the loss of the step."""
+    def add_samples(self, samples: list[int]) -> None:
+        """Add the samples of a micro-batch, before its gradients are reduced. Collective at the first call."""
         self._samples.update(dict.fromkeys(samples))
+        self._write(begun=samples)
+
+    def add_loss(self, loss: float) -> None:
+        """Add the part of a micro-batch of a sum whose mean over the ranks is the loss of the step."""
         self._loss += loss
 
     def end_step(self, step: int) -> None:
-        """Record a step, unless it has been recorded. Collective at the first call."""
+        """Record a step, unless it has been recorded."""
         if not self._samples:
             return
         self._write(
@@ -105,9 +113,9 @@ def record_trainers(*, elastic: bool) -> None:
         return train(self, *arguments, **options) if type(self) is kind else self.train(*arguments, **options)
 
     def compute_and_record(self: Any, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
-        samples = _find_samples(inputs, self.processing_class)
+        self.recorder.add_samples(_find_samples(inputs, self.processing_class))
         loss = compute_step(self, model, inputs, *arguments, **options)
-        self.recorder.add(samples, float(loss))
+        self.recorder.add_loss(float(loss))
         return loss
 
     patched.__init__, patched.training_step = create_recorded, compute_and_record

@@ -28,6 +28,8 @@ class Computation:
     """Mean over the ranks of the sums of their micro-batches."""
     ended_at: float = math.inf
     """Unix seconds at which the first rank ended the step."""
+    misses_losses: bool = False
+    """Whether a rank was killed before it recorded its loss."""
     rewards: tuple[float, ...] = ()
     """Rewards of the answers, if it is a step of reinforcement learning."""
 
@@ -106,14 +108,14 @@ class Ledger:
         )
 
     def compute_max_loss_difference(self, reference: Ledger, before: float = math.inf) -> float:
-        """Return the largest difference of the losses of common steps below `before`.
+        """Return the largest difference of the losses of common steps below `before`, except incomplete ones.
 
         It is relative to the loss of the other run, or to the mean of that run's losses where that is larger: the loss
         of GRPO is close to 0 while its answers have equal rewards.
         """
         own, other = self.list_history(), reference.list_history()
         mean = sum(abs(item.loss) for item in other.values()) / max(1, len(other)) or 1.0
-        steps = [step for step in own.keys() & other.keys() if step < before]
+        steps = [step for step in own.keys() & other.keys() if step < before and not own[step].misses_losses]
         differences = (abs(own[step].loss - other[step].loss) / max(abs(other[step].loss), mean) for step in steps)
         return max(differences, default=0.0)
 
@@ -122,14 +124,25 @@ def read_ledger(folder: Path) -> Ledger:
     """Return the ledger of the run in `folder`; lines that are being written are left out."""
     computations: dict[tuple[int, float], Computation] = defaultdict(Computation)
     ended_ranks = 0
+    unfinished: list[tuple[tuple[int, float], list[int]]] = []
+    """The last step that each rank began and did not end, and its samples."""
     for path in sorted(folder.glob("samples-*.jsonl")):
+        key, begun = (0, 0.0), []
         for record in read_lines(path):
             if record.get("trainingEnded"):
                 ended_ranks += 1
-                continue
-            item = computations[record["step"], record["start"]]
-            item.samples += record["samples"]
-            item.ranks = record["ranks"]
-            item.loss += record["loss"] / item.ranks
-            item.ended_at = min(record["time"], item.ended_at)
+            elif "begun" in record:
+                begun += record["begun"]
+            else:
+                key, begun = (record["step"], record["start"]), []
+                item = computations[key]
+                item.samples += record["samples"]
+                item.ranks = record["ranks"]
+                item.loss += record["loss"] / item.ranks
+                item.ended_at = min(record["time"], item.ended_at)
+        unfinished.append(((key[0] + 1, key[1]), begun))
+    for key, samples in unfinished:
+        if samples and key in computations:  # the other ranks ended the step, for which they had all gradients
+            computations[key].samples += samples
+            computations[key].misses_losses = True
     return Ledger(dict(computations), ended_ranks)

@@ -1,5 +1,6 @@
 """Programs of others through all faults: their report, and its table on the page."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from benchmarks.program_recovery.costs import FaultCost, RunCost, read_report, write_report
 from benchmarks.program_recovery.document import PAGE, RESULTS, update_page
 from benchmarks.program_recovery.programs import PROGRAMS
-from trainium_devcluster.jobs.ledger import Computation, Ledger
+from trainium_devcluster.jobs.ledger import Computation, Ledger, read_ledger
 
 _RUN = RunCost(
     title="loop",
@@ -78,3 +79,21 @@ def test_losses_close_to_zero_are_compared_with_the_mean() -> None:
         Ledger({(1, 0.0): Computation([1])}, 1).compute_max_loss_difference(Ledger({(1, 0.0): Computation([1])}, 1))
         == 0.0
     )
+
+
+def test_samples_of_a_rank_that_is_killed_at_the_end_of_a_step_count(tmp_path: Path) -> None:
+    """Rank 1 is killed after the gradients of step 2 are reduced; rank 0 begins step 3."""
+    for rank, steps in (("0", (1, 2)), ("1", (1,))):
+        lines = []
+        for step in (*steps, steps[-1] + 1):
+            samples = [2 * step + int(rank)]
+            lines.append({"start": 5.0, "time": step - 0.5, "begun": samples})
+            ended = {"start": 5.0, "time": step, "step": step, "samples": samples, "loss": 1.0, "ranks": 2}
+            lines += [ended] if step in steps else []
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"samples-{rank}-5.0.jsonl").write_text(text)
+    ledger = read_ledger(tmp_path)
+    assert ledger.group_samples_by_step() == {1: [2, 3], 2: [4, 5]}
+    assert ledger.newest_step == 2
+    other = Ledger({(step, 0.0): Computation([], ranks=2, loss=1.0) for step in (1, 2)}, 2)
+    assert ledger.compute_max_loss_difference(other) == 0.0
