@@ -50,7 +50,7 @@ class Recorder:
     def add_samples(self, samples: list[int]) -> None:
         """Add the samples of a micro-batch, before its gradients are reduced. Collective at the first call."""
         self._samples.update(dict.fromkeys(samples))
-        self._write(begun=samples)
+        self._write(started=samples)
 
     def add_loss(self, loss: float) -> None:
         """Add the part of a micro-batch of a sum whose mean over the ranks is the loss of the step."""

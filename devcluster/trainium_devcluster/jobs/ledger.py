@@ -127,20 +127,20 @@ def read_ledger(folder: Path) -> Ledger:
     unfinished: list[tuple[tuple[int, float], list[int]]] = []
     """The last step that each rank began and did not end, and its samples."""
     for path in sorted(folder.glob("samples-*.jsonl")):
-        key, begun = (0, 0.0), []
+        key, started_samples = (0, 0.0), []
         for record in read_lines(path):
             if record.get("trainingEnded"):
                 ended_ranks += 1
-            elif "begun" in record:
-                begun += record["begun"]
+            elif "started" in record:
+                started_samples += record["started"]
             else:
-                key, begun = (record["step"], record["start"]), []
+                key, started_samples = (record["step"], record["start"]), []
                 item = computations[key]
                 item.samples += record["samples"]
                 item.ranks = record["ranks"]
                 item.loss += record["loss"] / item.ranks
                 item.ended_at = min(record["time"], item.ended_at)
-        unfinished.append(((key[0] + 1, key[1]), begun))
+        unfinished.append(((key[0] + 1, key[1]), started_samples))
     for key, samples in unfinished:
         if samples and key in computations:  # the other ranks ended the step, for which they had all gradients
             computations[key].samples += samples

@@ -87,7 +87,7 @@ def test_samples_of_a_rank_that_is_killed_at_the_end_of_a_step_count(tmp_path: P
         lines = []
         for step in (*steps, steps[-1] + 1):
             samples = [2 * step + int(rank)]
-            lines.append({"start": 5.0, "time": step - 0.5, "begun": samples})
+            lines.append({"start": 5.0, "time": step - 0.5, "started": samples})
             ended = {"start": 5.0, "time": step, "step": step, "samples": samples, "loss": 1.0, "ranks": 2}
             lines += [ended] if step in steps else []
         text = "".join(json.dumps(line) + "\n" for line in lines)
