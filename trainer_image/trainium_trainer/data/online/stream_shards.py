@@ -74,16 +74,25 @@ class StreamedBlock:
     """The number of records, with skipped ones; 0 if documents are not records."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShardSamples:
     """The samples of some shards for one step, and facts learned from the blocks read for them."""
 
-    rows: list[NDArray[Any]]
+    rows: list[NDArray[Any]] = field(default_factory=list)
     """Sequence length + 1 tokens for each shard."""
-    counts: list[tuple[int, int, int]]
+    counts: list[tuple[int, int, int]] = field(default_factory=list)
     """Source, block and number of tokens of the tokenized blocks."""
-    consumed: list[tuple[int, StreamedBlock]]
+    consumed: list[tuple[int, StreamedBlock]] = field(default_factory=list)
     """Source and contents, without tokens, of the blocks whose tokens are used."""
+
+    def read_block(self, stream: _Stream, block: int, *, is_consumed: bool) -> NDArray[Any]:
+        """Return the tokens of a block of a stream."""
+        contents = stream.blocks.read(block)
+        if isinstance(stream.blocks, TextBlocks):
+            self.counts.append((stream.source, block, len(contents.tokens)))
+        if is_consumed:
+            self.consumed.append((stream.source, replace(contents, tokens=contents.tokens[:0])))
+        return contents.tokens
 
 
 class PreparedBlocks:
@@ -175,19 +184,19 @@ class _Stream:
     def _find_next_block(self) -> int:
         return find_shuffled_item(self.shard + self._next * self.shards, len(self.blocks), self.seed)
 
-    def seek(self, token: int, log: _ReadLog) -> None:
+    def seek(self, token: int, samples: ShardSamples) -> None:
         """Move the stream to a token, counted from the beginning of the run."""
         self._next, self._buffer, self._buffered = 0, [], 0
         while True:
             block = self._find_next_block()
             count = self.blocks.count(block)
             if count is None:
-                count = len(log.read(self, block, is_consumed=False))
+                count = len(samples.read_block(self, block, is_consumed=False))
             if count > token:
                 break
             token -= count
             self._advance(count)
-        self._fill(token + 1, log)
+        self._fill(token + 1, samples)
         self._drop(token)
 
     def _advance(self, count: int) -> None:
@@ -196,10 +205,10 @@ class _Stream:
         if self._empty > len(self.blocks):
             raise UserError(f"data.source {self.name}: holds no text to train on: give a source with text in it")
 
-    def _fill(self, size: int, log: _ReadLog) -> None:
+    def _fill(self, size: int, samples: ShardSamples) -> None:
         """Read blocks until the buffer has `size` tokens."""
         while self._buffered < size:
-            tokens = log.read(self, self._find_next_block(), is_consumed=True)
+            tokens = samples.read_block(self, self._find_next_block(), is_consumed=True)
             self._advance(len(tokens))
             if len(tokens):
                 self._buffer.append(tokens)
@@ -217,9 +226,9 @@ class _Stream:
                 self._buffer[0] = first[dropped:]
             count -= dropped
 
-    def sample(self, length: int, log: _ReadLog) -> NDArray[Any]:
+    def sample(self, length: int, samples: ShardSamples) -> NDArray[Any]:
         """Return the next `length` tokens and the first token of the next sample."""
-        self._fill(length + 1, log)
+        self._fill(length + 1, samples)
         parts, missing = [], length + 1
         for part in self._buffer:
             parts.append(part[:missing])
@@ -229,23 +238,6 @@ class _Stream:
         tokens = parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
         self._drop(length)
         return tokens
-
-
-@dataclass(slots=True)
-class _ReadLog:
-    """Facts learned while blocks are read."""
-
-    counts: list[tuple[int, int, int]] = field(default_factory=list)
-    consumed: list[tuple[int, StreamedBlock]] = field(default_factory=list)
-
-    def read(self, stream: _Stream, block: int, *, is_consumed: bool) -> NDArray[Any]:
-        """Return the tokens of a block of a stream."""
-        contents = stream.blocks.read(block)
-        if isinstance(stream.blocks, TextBlocks):
-            self.counts.append((stream.source, block, len(contents.tokens)))
-        if is_consumed:
-            self.consumed.append((stream.source, replace(contents, tokens=contents.tokens[:0])))
-        return contents.tokens
 
 
 class StreamShards:
@@ -271,18 +263,18 @@ class StreamShards:
 
     def read_rows(self, step: int) -> ShardSamples:
         """Return the samples of a step; fast for consecutive steps. Raises UserError or StorageError."""
-        log = _ReadLog()
+        samples = ShardSamples()
         length = self._plan.sequence_length
         if step != self._step + 1 or self._step < 0:
             for mixture, streams in zip(self._mixtures, self._streams, strict=True):
                 for source, stream in enumerate(streams):
-                    stream.seek(mixture.count_before(step, source) * length, log)
+                    stream.seek(mixture.count_before(step, source) * length, samples)
         self._step = step
-        rows = [
-            streams[mixture[step][0]].sample(length, log)
+        samples.rows = [
+            streams[mixture[step][0]].sample(length, samples)
             for mixture, streams in zip(self._mixtures, self._streams, strict=True)
         ]
-        return ShardSamples(rows, log.counts, log.consumed)
+        return samples
 
 
 # ---- functions that a tokenizing process calls by reference ---------------------------------------------------------
