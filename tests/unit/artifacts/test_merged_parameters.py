@@ -19,6 +19,7 @@ class DictParameters:
 
     def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
         self.parameters = parameters
+        self.names = tuple(parameters)
 
     def find_size(self, name: str) -> torch.Size:
         return self.parameters[name].shape
@@ -43,13 +44,13 @@ def test_values_that_the_type_cannot_hold_are_refused(dtype: torch.dtype) -> Non
     for merged, name in ((False, "norm.weight"), (True, "q.weight")):
         trained = {"norm.weight": beyond, "q.lora_A.weight": beyond, "q.lora_B.weight": torch.ones(1, 1)}
         frozen = {"q.weight": torch.zeros(1, 2)}
-        result = MergedParameters(DictParameters(trained), trained, DictParameters(frozen), lambda _: 1.0)
+        result = MergedParameters(DictParameters(trained), DictParameters(frozen), lambda _: 1.0)
         if merged or dtype is torch.float16:
             with pytest.raises(UserError, match=f"{name} has values up to .* {dtype} ends at .*: write bfloat16 or"):
                 result.read_rows(name, 0, 1, dtype)
         assert torch.equal(result.read_rows(name, 0, 1, torch.float32), beyond)
     held = DictParameters({"norm.weight": torch.tensor([[largest, float("inf")]])})
-    rows = MergedParameters(held, held.parameters, None, lambda _: 1.0).read_rows("norm.weight", 0, 1, dtype)
+    rows = MergedParameters(held, None, lambda _: 1.0).read_rows("norm.weight", 0, 1, dtype)
     assert rows.tolist() == [[largest, float("inf")]], "an infinite value of the base stays"
 
 
@@ -58,7 +59,7 @@ def test_threads_that_merge_different_weights_each_take_their_own_adapter() -> N
     frozen = {f"{name}.weight": torch.zeros(SIZE, SIZE) for name in MODULES}
     trained = {f"{name}.lora_A.weight": torch.full((RANK, SIZE), 1.0 + index) for index, name in enumerate(MODULES)}
     trained |= {f"{name}.lora_B.weight": torch.ones(SIZE, RANK) for name in MODULES}
-    result = MergedParameters(DictParameters(trained), trained.keys(), DictParameters(frozen), lambda _: 1.0)
+    result = MergedParameters(DictParameters(trained), DictParameters(frozen), lambda _: 1.0)
     modules = [index for _ in range(2000) for index in range(len(MODULES))]
 
     def first_value(index: int) -> float:

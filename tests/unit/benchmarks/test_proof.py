@@ -61,6 +61,7 @@ class Trained:
     def __init__(self, sizes: dict[str, tuple[int, ...]]) -> None:
         torch.manual_seed(1)
         self.weights = {name: torch.randn(size) for name, size in sizes.items()}
+        self.names = tuple(self.weights)
 
     def find_size(self, name: str) -> torch.Size:
         return self.weights[name].shape
@@ -85,7 +86,6 @@ def artifact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shape=base.shape,
         tuning=tuning,
         trained=trained,
-        names=tuple(trained.weights),
         source="s" * 64,
         base=base,
         seed=0,

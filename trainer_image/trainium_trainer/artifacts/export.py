@@ -73,7 +73,7 @@ def export(
             tokenizer=file,
             records=None if is_address(root) else Path(root),
         )
-        if not inputs.names:
+        if not inputs.trained.names:
             raise UserError(f"{checkpoint.folder} holds no weights: name the root of a training run")
         artifact_plan = inputs.plan_artifact(kind, precision, max_file_bytes)
         write_artifact(artifact_plan, ArtifactStore(str(folder)), Peers(0, 1), heartbeat=heartbeat)

@@ -16,7 +16,7 @@ from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.artifacts.card import Card, read_lines
 from trainium_trainer.artifacts.manifest import CARD_NAME, FORMAT_VERSION, hash_json
-from trainium_trainer.artifacts.merged_parameters import CheckpointWeights, MergedParameters, ParameterSource
+from trainium_trainer.artifacts.merged_parameters import CheckpointWeights, MergedParameters, TrainedWeights
 from trainium_trainer.artifacts.peft_format import create_adapter_config
 from trainium_trainer.artifacts.small_files import create_model_files, create_tokenizer_files
 from trainium_trainer.artifacts.writer import ArtifactPlan
@@ -29,7 +29,6 @@ from trainium_trainer.weights.adapter import BASE_DIGEST, AdapterWeights, from_t
 from trainium_trainer.weights.adapter_config import CONFIG_NAME as ADAPTER_CONFIG
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
     from pathlib import Path
 
     import torch
@@ -55,9 +54,7 @@ class ArtifactInputs:
     shape: ModelShape
     """The shape of the run; rows of padding are not written."""
     tuning: TuningConfig
-    trained: ParameterSource
-    names: Collection[str]
-    """The names of the trained parameters, those of `trained`."""
+    trained: TrainedWeights
     source: str
     """The digest of the values in `trained`."""
     base: BaseWeights | None
@@ -92,7 +89,6 @@ class ArtifactInputs:
             shape=parse_shape(checkpoint),
             tuning=tuning,
             trained=trained,
-            names=trained.names,
             source=hash_json(sorted((file.name, file.size, file.digest) for file in checkpoint.manifest.files)),
             base=base,
             seed=seed,
@@ -118,7 +114,7 @@ class ArtifactInputs:
 
     def _plan_model(self, dtype: str, max_file_bytes: int | None) -> ArtifactPlan:
         sizes = parameter_sizes(self.unpadded_shape)
-        result = MergedParameters(self.trained, self.names, self.base, self.tuning.lora.find_scale)
+        result = MergedParameters(self.trained, self.base, self.tuning.lora.find_scale)
         result.check(sizes)
 
         def create_small_files() -> dict[str, bytes]:
@@ -143,7 +139,7 @@ class ArtifactInputs:
     def _plan_adapter(self) -> ArtifactPlan:
         shape = self.unpadded_shape
         sizes = dict(select_trainable(shape, self.tuning).sizes)
-        result = MergedParameters(self.trained, self.names, None, self.tuning.lora.find_scale)
+        result = MergedParameters(self.trained, None, self.tuning.lora.find_scale)
         result.check(sizes)
         shared = shape.tie_embeddings and EMBEDDING in sizes
         if shared:
@@ -212,7 +208,6 @@ def create_merge_inputs(adapter: AdapterWeights, base: BaseWeights, tokenizer: P
         shape=shape,
         tuning=tuning,
         trained=adapter,
-        names=adapter.names,
         source=adapter.digest,
         base=base,
         seed=0,

@@ -18,7 +18,7 @@ from trainium_trainer.models.state_dict import WEIGHT, format_state_name, parse_
 from trainium_trainer.tuning.trainable import LORA_A, LORA_B, MAGNITUDE, find_parent_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -44,8 +44,8 @@ class CheckpointWeights:
         self._reader.fill(self._reader.plan_read(format_state_name(WEIGHT, name), offsets, target))
 
 
-ParameterSource: TypeAlias = "BaseWeights | AdapterWeights | CheckpointWeights"
-"""A source of parameters."""
+TrainedWeights: TypeAlias = "AdapterWeights | CheckpointWeights"
+"""The parameters that a run has trained, with their names."""
 
 
 class MergedParameters:
@@ -53,14 +53,13 @@ class MergedParameters:
 
     def __init__(
         self,
-        trained: ParameterSource,
-        names: Collection[str],
-        frozen: ParameterSource | None,
+        trained: TrainedWeights,
+        frozen: BaseWeights | None,
         scale_of: Callable[[str], float],
     ) -> None:
-        """Combine `trained`, with `names`, and `frozen`; `scale_of` returns the scale of a module's adapter."""
+        """Combine `trained` and `frozen` parameters; `scale_of` returns the scale of a module's adapter."""
         self._trained = trained
-        self._names = frozenset(names)
+        self._names = frozenset(trained.names)
         self._frozen = frozen
         self._scale_of = scale_of
         self._newest = ("", torch.empty(0))
