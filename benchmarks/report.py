@@ -121,7 +121,8 @@ def _list_sizes(report: Json) -> Json:
 
 def _format_training_speed(report: Json) -> Json:
     """Return the part on training speed: its conditions and a row for each mode."""
-    machine, software, goals = report["machine"], report["software"], report["goals"]
+    machine, goals = report["machine"], report["goals"]
+    software = report.get("software") or machine  # older reports have the versions there
     rows = []
     for row in report["rows"]:
         cells = [row["mode"], str(row["ranks"])]

@@ -104,6 +104,8 @@ class GenerationRunner:
         memory_remains: the pod is in the next generation.
         """
         self._memory_remains = memory_remains
+        if self._stop is not None and not memory_remains:
+            self._stop.end_memory()
         self._handle(events.LeaveOrdered(order, superseded_by))
 
     # From any thread.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 from datetime import UTC, datetime
@@ -25,8 +26,9 @@ print(json.dumps(versions))
 
 def describe_machine() -> dict[str, Any]:
     """Return the number of processors, their model and the load of the last minute."""
-    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return {"cores": os.cpu_count(), "processor": model[1] if model else "unknown", "load": os.getloadavg()[0]}
+    file = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*:\s*(.+)$", file.read_text() if file.exists() else "", re.MULTILINE)
+    return {"cores": os.cpu_count(), "processor": model[1] if model else platform.machine(), "load": os.getloadavg()[0]}
 
 
 def read_commit() -> str:

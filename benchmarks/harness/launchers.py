@@ -79,6 +79,7 @@ class JobSetLauncher(Launcher[DemoT]):
         """
         spec = {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "startupPolicy": {"startupPolicyOrder": "AnyOrder"},
             "successPolicy": {"operator": "All", "targetReplicatedJobs": list(completed_by)},
             "failurePolicy": self.failure_policy,
             "replicatedJobs": [

@@ -7,7 +7,7 @@ import json
 import signal
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from benchmarks.harness import launchers
 from trainium_contract.api_server.errors import ApiError
@@ -137,6 +137,8 @@ class TrainingJobLauncher(Launcher):
 
 class JobSetLauncher(launchers.JobSetLauncher[ProgramDemo], Launcher):
     """A JobSet that recreates all pods at a failure; at a resize the user deletes it and applies another one."""
+
+    failure_policy: ClassVar[dict[str, Any]] = {"maxRestarts": 20}
 
     def start(self, size: int) -> None:
         """Start the script."""

@@ -264,7 +264,7 @@ def _has_adapter(parameters: Any, name: str, *_: object) -> bool:
 
 
 def _kill_in_evaluation(hits: HitCounter, rng: random.Random) -> None:
-    """Kill around the load of a model, its questions, a gather, or a file of the result."""
+    """Kill around the load of a model, its examples, a gather, or a file of the result."""
     from trainium_trainer.evaluate import compare, stage
     from trainium_trainer.peers import Peers
 
@@ -288,9 +288,9 @@ def _kill_in_evaluation(hits: HitCounter, rng: random.Random) -> None:
             _kill_in_storage("write", hits, lambda storage, _: _is_of_artifacts(storage) and bool(started))
 
 
-def _score_half(score: Any, model: Any, exam: Any, items: Any, *rest: Any, **options: Any) -> None:
+def _score_half(score: Any, model: Any, held_out: Any, items: Any, *rest: Any, **options: Any) -> None:
     items = list(items)
-    score(model, exam, items[: len(items) // 2], *rest, **options)
+    score(model, held_out, items[: len(items) // 2], *rest, **options)
 
 
 def _is_first() -> bool:

@@ -105,7 +105,7 @@ _PAYLOAD = struct.Struct("<" + "".join(_FORMATS.get(str(field.type), "q") for fi
 _RECORD_BYTES = _HEADER.size + _PAYLOAD.size + _CHECKSUM.size
 _PULSE_OFFSET = (_RECORD_BYTES + 7) // 8 * 8
 _STOP_OFFSET = _PULSE_OFFSET + PULSE_BYTES
-_STOP = struct.Struct("<i?3x")  # the check, whether the memory remains; written at once
+_STOP = struct.Struct("<q")  # twice the check, plus 1 if the memory remains: one value is written at once
 _FILE_BYTES = _STOP_OFFSET + _STOP.size
 _FIELD_NAMES = tuple(field.name for field in fields(ProgressRecord))
 _field_values = attrgetter(*_FIELD_NAMES)
@@ -123,7 +123,7 @@ class ProgressWriter:
         self._path = path
         self._alerts: dict[str, dict[str, object]] = {}
         self._sequence = 0
-        self._map[_STOP_OFFSET:] = _STOP.pack(_NO_STOP, False)  # remove a request to an earlier attempt
+        self._map[_STOP_OFFSET:] = _STOP.pack(_NO_STOP)  # remove a request to an earlier attempt
         self.pulse = Pulse(memoryview(self._map)[_PULSE_OFFSET:_STOP_OFFSET])
         self.record = ProgressRecord(pid=os.getpid(), generation=generation, attempt=attempt)
         self._write()
@@ -213,11 +213,14 @@ class ProgressWriter:
 
     def read_stop_answer(self) -> int:
         """Return the number of the check after which all ranks stop; 0 for none, -1 while the agents choose it."""
-        return int(_STOP.unpack_from(self._map, _STOP_OFFSET)[0])
+        return self._read_stop() >> 1
 
     def read_memory_remains(self) -> bool:
         """Return whether the memory of all nodes remains after the stop that the agents have chosen."""
-        return bool(_STOP.unpack_from(self._map, _STOP_OFFSET)[1])
+        return bool(self._read_stop() & 1)
+
+    def _read_stop(self) -> int:
+        return int(_STOP.unpack_from(self._map, _STOP_OFFSET)[0])
 
     def close(self) -> None:
         """Unmap the file, which stays for its readers."""
@@ -246,7 +249,7 @@ def stop_at(path: Path, check: int, *, memory_remains: bool = False) -> None:
     All ranks stop at the same call if its number is above the `stop_checks` of every rank, read after `request_stop` to
     each.
     """
-    _write_stop(path, check, memory_remains=memory_remains)
+    _write_stop(path, 2 * check + memory_remains)
 
 
 def release_stop(path: Path) -> None:
@@ -254,10 +257,10 @@ def release_stop(path: Path) -> None:
     _write_stop(path, _NO_STOP)
 
 
-def _write_stop(path: Path, check: int, *, memory_remains: bool = False) -> None:
+def _write_stop(path: Path, value: int) -> None:
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         file.seek(_STOP_OFFSET)
-        file.write(_STOP.pack(check, memory_remains))
+        file.write(_STOP.pack(value))
 
 
 def _write_user_file(path: Path, text: str) -> None:

@@ -59,6 +59,7 @@ class AgreedStop:
         self._node_rank = node_rank
         self._records = tuple(records)
         self._memory_remains = memory_remains
+        self._answer: _Answer | None = None
         self._timeout = timeout
         self._lock = threading.Lock()
         self._failed = False
@@ -73,20 +74,32 @@ class AgreedStop:
         """Agree with the other agents, then publish the answer to the ranks, or signal them."""
         try:
             answer = self._agree(self._request())
-        except StoreLostError:
+        except (StoreLostError, ValueError):  # ValueError: an agent of another version
             answer = None
         finally:
             self._store.close()
-        for record in self._records:
-            if answer is None:
-                release_stop(record)
-            else:
-                stop_at(record, answer.check, memory_remains=answer.memory_remains)
         with self._lock:
+            self._answer = answer
+            self._publish()
             self._failed = answer is None
             signal_ranks = self._signal_ranks
         if answer is None and signal_ranks is not None:
             signal_ranks()
+
+    def end_memory(self) -> None:
+        """Let the ranks save to storage, because the memory of this node will not remain after all. Thread-safe."""
+        with self._lock:
+            self._memory_remains = False
+            if self._answer is not None:
+                self._publish()
+
+    def _publish(self) -> None:
+        for record in self._records:
+            if self._answer is None:
+                release_stop(record)
+            else:
+                check, memory_remains = self._answer
+                stop_at(record, check, memory_remains=memory_remains and self._memory_remains)
 
     def signal_on_failure(self, signal_ranks: Callable[[], None]) -> None:
         """Signal the ranks of this pod if no stop is agreed; without this call they continue then. Thread-safe."""

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.rollouts.rewards import read_rewards
+from trainium_devcluster.jobs.metrics import read_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,13 +122,13 @@ def _follow(run: Run, inject: Callable[[], object], is_over: Callable[[], bool],
     target.wait_for(f"the end of the fault ({note})", is_over, _SECONDS)
     run.result.detection_seconds = round(time.time() - injected_at, 3)
     target.wait_for_step(target.read_newest_step() + _STEPS_AFTER, _SECONDS)
-    ledger, after = read_rewards(target.folder), target.read_status()
+    records, after = read_lines(target.folder / "rewards.jsonl"), target.read_status()
     for field in ("generation", "attempt"):
         values = [status["membership"].get(field) for status in (before, after)]
         run.expect(values[0] == values[1], f"the {field} of the training changed from {values[0]} to {values[1]}")
     run.expect(before.get("history") == after.get("history"), "the fault is in the history of the training")
-    steps = [step for step, _ in ledger.computations]
+    steps = [record["step"] for record in records]
     run.expect(steps == list(range(1, len(steps) + 1)), "a step is missing, or was computed twice")
-    run.result.recovery_seconds = round(ledger.find_longest_pause(injected_at), 3)
+    run.result.recovery_seconds = round(read_rewards(target.folder).find_longest_pause(injected_at), 3)
     run.result.steps_lost = len(steps) - len(set(steps))
     run.result.note = note

@@ -24,6 +24,8 @@ def prepare(*, kubernetes: str | None = None, helm: bool = False, **optional: bo
     `kubernetes` is the version of the cluster's programs, as for `find_kubernetes`. `helm` prepares only that program.
     `optional` are options of `OPTIONAL_PROGRAMS`, which add their programs.
     """
+    if unknown := optional.keys() - OPTIONAL_PROGRAMS.keys():
+        raise TypeError(f"options of optional programs are {sorted(OPTIONAL_PROGRAMS)}, not {sorted(unknown)}")
     sets = [frozenset({Program.HELM}) if helm else CLUSTER_PROGRAMS]
     sets += [programs for option, programs in OPTIONAL_PROGRAMS.items() if optional.get(option)]
     try:

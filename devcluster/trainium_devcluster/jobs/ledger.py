@@ -124,24 +124,30 @@ def read_ledger(folder: Path) -> Ledger:
     """Return the ledger of the run in `folder`; lines that are being written are left out."""
     computations: dict[tuple[int, float], Computation] = defaultdict(Computation)
     ended_ranks = 0
-    unfinished: list[tuple[tuple[int, float], list[int]]] = []
-    """The last step that each rank began and did not end, and its samples."""
+    unfinished: list[tuple[int | None, float, list[int]]] = []
+    """Of each rank the last step that it ended, if any, its start, and the samples of the step that it did not end."""
     for path in sorted(folder.glob("samples-*.jsonl")):
-        key, started_samples = (0, 0.0), []
+        ended_step: int | None = None
+        start = 0.0
+        started_samples: list[int] = []
         for record in read_lines(path):
             if record.get("trainingEnded"):
                 ended_ranks += 1
             elif "started" in record:
+                if record["start"] != start:
+                    ended_step, start, started_samples = None, record["start"], []
                 started_samples += record["started"]
             else:
-                key, started_samples = (record["step"], record["start"]), []
-                item = computations[key]
+                ended_step, start, started_samples = record["step"], record["start"], []
+                item = computations[ended_step, start]
                 item.samples += record["samples"]
                 item.ranks = record["ranks"]
                 item.loss += record["loss"] / item.ranks
                 item.ended_at = min(record["time"], item.ended_at)
-        unfinished.append(((key[0] + 1, key[1]), started_samples))
-    for key, samples in unfinished:
+        unfinished.append((ended_step, start, started_samples))
+    for ended_step, start, samples in unfinished:
+        first = min((step for step, step_start in computations if step_start == start), default=0)
+        key = (first if ended_step is None else ended_step + 1, start)
         if samples and key in computations:  # the other ranks ended the step, for which they had all gradients
             computations[key].samples += samples
             computations[key].misses_losses = True

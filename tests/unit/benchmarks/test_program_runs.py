@@ -81,11 +81,13 @@ def test_losses_close_to_zero_are_compared_with_the_mean() -> None:
     )
 
 
-def test_samples_of_a_rank_that_is_killed_at_the_end_of_a_step_count(tmp_path: Path) -> None:
-    """Rank 1 is killed after the gradients of step 2 are reduced; rank 0 begins step 3."""
-    for rank, steps in (("0", (1, 2)), ("1", (1,))):
+@pytest.mark.parametrize("last", [1, 2])
+def test_samples_of_a_rank_that_is_killed_at_the_end_of_a_step_count(tmp_path: Path, last: int) -> None:
+    """Rank 1 is killed after the gradients of the last step are reduced; rank 0 begins the next one."""
+    for rank, ended_steps in (("0", last), ("1", last - 1)):
         lines = []
-        for step in (*steps, steps[-1] + 1):
+        steps = range(1, ended_steps + 1)
+        for step in range(1, ended_steps + 2):
             samples = [2 * step + int(rank)]
             lines.append({"start": 5.0, "time": step - 0.5, "started": samples})
             ended = {"start": 5.0, "time": step, "step": step, "samples": samples, "loss": 1.0, "ranks": 2}
@@ -93,7 +95,7 @@ def test_samples_of_a_rank_that_is_killed_at_the_end_of_a_step_count(tmp_path: P
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / f"samples-{rank}-5.0.jsonl").write_text(text)
     ledger = read_ledger(tmp_path)
-    assert ledger.group_samples_by_step() == {1: [2, 3], 2: [4, 5]}
-    assert ledger.newest_step == 2
-    other = Ledger({(step, 0.0): Computation([], ranks=2, loss=1.0) for step in (1, 2)}, 2)
+    assert ledger.group_samples_by_step() == {step: [2 * step, 2 * step + 1] for step in range(1, last + 1)}
+    assert ledger.newest_step == last
+    other = Ledger({(step, 0.0): Computation([], ranks=2, loss=1.0) for step in range(1, last + 1)}, 2)
     assert ledger.compute_max_loss_difference(other) == 0.0

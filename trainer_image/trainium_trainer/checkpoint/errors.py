@@ -28,9 +28,9 @@ class UnusableCheckpointError(UserError):
 
 
 def refuse_older_generation(location: str, newest: int, own: int) -> None:
-    """Raise StaleGenerationError if `where` has a newer generation of this run, which the operator then starts above.
+    """Raise StaleGenerationError if `location` has a newer generation of this run.
 
-    Raises UnusableCheckpointError if the number is too large to be one of this run.
+    The operator then starts above it. Raises UnusableCheckpointError if the number is too large to be one of this run.
     """
     if newest > own + MAX_GENERATION_LEAD:
         raise UnusableCheckpointError(

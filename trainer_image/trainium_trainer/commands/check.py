@@ -179,7 +179,7 @@ def describe_program(spec: TrainingJobSpec) -> list[str]:
 
 
 def refuse_few_files(launch: Launch) -> None:
-    """Raise UserError if this machine's limit of open files is too low for the first rank of this world."""
+    """Raise UserError if this machine's limit of open files is too low for rank 0 of this world."""
     if launch.world_size > 1 and (shortage := explain_file_limit(read_limit(), launch.world_size)):
         raise UserError(shortage)
 

@@ -5,7 +5,7 @@ The record is below the checkpoints of the run. The date is that of chat templat
 Guarantees:
 - A moved branch does not affect a run: every later start reads the files of the recorded commits.
 - Such a start requests only the contents of missing files from the hub.
-- Without a record, all ranks read the commits that the first rank found, even while a branch moves.
+- Without a record, all ranks read the commits that rank 0 found, even while a branch moves.
 - Only the owner of the checkpoints writes the record.
 """
 
@@ -120,7 +120,7 @@ class RunRevisions:
         return pinned
 
     def write(self) -> None:
-        """Write the commits of `pin`, on the first rank, once the run owns its checkpoints; a full store only warns."""
+        """Write the commits of `pin`, on rank 0, once the run owns its checkpoints; a full store only warns."""
         files = {name: list_files(name) for name in self._locations}
         record = _Record(commits=self._commits, files=files, date=self._date)
         if record == self._known:

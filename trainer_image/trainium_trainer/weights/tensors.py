@@ -173,7 +173,7 @@ def compute_mean_row(source: WeightsSource, stored: FileTensor) -> Tensor:
 
 
 def check_box(name: str, limits: tuple[float, ...], offsets: tuple[int, ...], size: tuple[int, ...]) -> None:
-    """Raise ValueError unless the box of `size` at `offsets` is within a tensor of the size `whole`."""
+    """Raise ValueError unless the box of `size` at `offsets` is within a tensor with the sizes `limits`."""
     if not len(limits) == len(offsets) == len(size):
         raise ValueError(f"{name} has {len(limits)} dimensions")
     ends = [begin + length for begin, length in zip(offsets, size, strict=True)]

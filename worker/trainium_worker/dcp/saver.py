@@ -31,8 +31,8 @@ VALUES_PREFIX = "values."
 _MIN_VALUES_BYTES = 4096
 _FULL_FRACTION = 0.75
 """The filled fraction of the tensor with the values at which the next save gets a larger one."""
-_PLANNED_FRACTION = 0.25
-"""The largest filled fraction of a new tensor with the values; a growth to the next one costs a plan."""
+_SPARE_BYTES = 1 << 18
+"""The largest free part of a new tensor with the values beyond `_FULL_FRACTION`; a growth to the next costs a plan."""
 _COPY_FRACTION = 0.01
 """The fraction of the time that copies may take while a surviving rank can write the newest step."""
 _MIN_STEP_SECONDS = 1e-4
@@ -61,8 +61,10 @@ class Saver:
 
     def pack(self, data: bytes) -> torch.Tensor:
         """Return bytes as a tensor whose size seldom changes."""
-        fraction = 1 if self._repeated is not None else _PLANNED_FRACTION  # a rank alone should not change the layout
-        while self._values_bytes * fraction < len(data):
+        needed = len(data)
+        if self._repeated is None:  # else a rank alone would change the layout
+            needed = max(round(needed / _FULL_FRACTION), min(4 * needed, needed + _SPARE_BYTES))
+        while self._values_bytes < needed:
             self._values_bytes *= 2
         self._is_nearly_full = len(data) > self._values_bytes * _FULL_FRACTION
         return torch.frombuffer(bytearray(data.ljust(self._values_bytes, b"\0")), dtype=torch.uint8)

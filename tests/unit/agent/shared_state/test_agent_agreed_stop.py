@@ -88,6 +88,27 @@ def test_ranks_learn_whether_the_memory_of_all_nodes_remains(nodes: LockstepNode
         assert not program.is_kept(step + 1)
 
 
+def test_ranks_learn_that_the_memory_of_their_node_ends_after_the_stop_was_agreed(nodes: LockstepNodes) -> None:
+    for program in nodes.programs:
+        program.should_stop()
+    stops = [nodes.stop(node) for node in range(3)]
+    run_in_threads(*(lambda node=node: nodes.train(node) for node in range(3)), *(stop.run for stop in stops))
+    stops[1].end_memory()
+    for program, step in zip(nodes.programs, nodes.stopped, strict=True):
+        assert step is not None
+        program.saved(step, memory=True)
+    assert [program.is_kept(nodes.stopped[0] or 0) for program in nodes.programs] == [True, False, True]
+
+
+def test_an_answer_of_another_version_is_no_agreement(nodes: LockstepNodes) -> None:
+    nodes.programs[0].should_stop()
+    for node in (1, 2):
+        nodes.store.set(nodes.store.format_key(2, "stop", node), "later")
+    nodes.stop(0).run()
+    assert nodes.signalled == [0]
+    assert not nodes.programs[0].should_stop()
+
+
 def test_ranks_that_never_check_for_a_stop_are_signalled_on_all_nodes(nodes: LockstepNodes) -> None:
     nodes.programs[0].should_stop()
     run_in_threads(*(nodes.stop(node).run for node in range(3)))

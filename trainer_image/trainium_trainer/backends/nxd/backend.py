@@ -72,7 +72,7 @@ class NxdBackend:
         warnings.filterwarnings("ignore", message=".*torch.cuda.amp.autocast.*", category=FutureWarning)
         self._pulse = pulse or Pulse()
         self._config, self._shape, self._trainable = settings.config, settings.shape, settings.trainable
-        self._alone = settings.launch.is_dry_run
+        self._is_dry_run = settings.launch.is_dry_run
         self._device = XlaDevice()
         with self._pulse.waiting_for_peers:
             self._groups = create_groups(settings, self._device.device)
@@ -113,7 +113,7 @@ class NxdBackend:
         self._loss = torch.zeros((), device=self._device.device)
         self.state = NxdState(self._store.states, self._device)
         self._device.sync()
-        if self._uses_dropout and self._device.is_lazy and not self._alone:
+        if self._uses_dropout and self._device.is_lazy and not self._is_dry_run:
             self._check_dropout_masks()
 
     @property
@@ -212,8 +212,8 @@ class NxdBackend:
 
     def all_reduce_totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
         """See `Backend.all_reduce_totals`: one all-reduce on the host; one rank contributes the tokens of a share."""
-        mine = [self._tokens * self.mesh.counts_loss, stop, memory_ends, vote]
-        values = torch.tensor(mine, dtype=torch.float64)
+        own_totals = [self._tokens * self.mesh.counts_loss, stop, memory_ends, vote]
+        values = torch.tensor(own_totals, dtype=torch.float64)
         with self._pulse.waiting_for_peers:
             dist.all_reduce(values, group=self._groups.host)
         self._tokens = 0

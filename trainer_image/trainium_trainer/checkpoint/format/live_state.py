@@ -217,6 +217,8 @@ class StagingBuffers:
     def fill(self, live: Mapping[str, Any], wanted: Callable[[str], bool] = lambda _: True) -> dict[str, torch.Tensor]:
         """Copy the live values of the wanted names and return this rank's copies by name; complete on return."""
         chosen = {name: buffer for name, buffer in self._buffers.items() if wanted(name)}
+        assert live.keys() == self._buffers.keys(), "the names of a state do not change"
+        assert all(live[name].dtype == buffer.dtype for name, buffer in chosen.items()), "nor do its types"
         copy_all(list(chosen.values()), [to_local(live[name]) for name in chosen])
         return chosen
 

@@ -105,15 +105,15 @@ class Resumption:
         self._origin: Part | None = None
         self._can_write: bool | None = None
 
+    @disable_gc()
     def run(self) -> ResumeOutcome:
         """Find, verify and restore the newest state; raises the same TrainerError on all ranks."""
         leader = self._leader
-        with disable_gc():
-            neighbours = scatter_from_root(self._locate, leader.collect, self._group, "resume: stores")
-            self._open_snapshots(neighbours)
-            order: Order = scatter_from_root(
-                lambda: self._report_records(neighbours), leader.decide, self._group, "resume: snapshots"
-            )
+        neighbours = scatter_from_root(self._locate, leader.collect, self._group, "resume: stores")
+        self._open_snapshots(neighbours)
+        order: Order = scatter_from_root(
+            lambda: self._report_records(neighbours), leader.decide, self._group, "resume: snapshots"
+        )
         source = ResumeSource.FRESH
         while not isinstance(order, Finish):
             report = self._execute(order)

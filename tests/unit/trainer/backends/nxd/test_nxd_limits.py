@@ -24,9 +24,9 @@ TEXT = {"sequenceLength": 32}
 PACKED = TEXT | {"format": "Instruction", "source": "/data/examples.jsonl", "examples": {"packing": True}}
 
 
-def create_settings(ranks: int = 1, *, node: int = 1, alone: bool = False, **fields: Any) -> Settings:
+def create_settings(ranks: int = 1, *, node: int = 1, is_dry_run: bool = False, **fields: Any) -> Settings:
     document = {"backend": "Nxd", "model": MODEL, "batch": {"globalSize": 8}, "data": TEXT} | fields
-    launch = replace(create_dry_run_launch(0, ranks, node), is_dry_run=alone)
+    launch = replace(create_dry_run_launch(0, ranks, node), is_dry_run=is_dry_run)
     return resolve_settings(TrainingConfig.model_validate(document), launch, vocabulary=320)
 
 
@@ -120,10 +120,10 @@ def test_a_node_without_neuron_devices_is_refused(packages: Path) -> None:
 def test_graphs_are_compiled_on_a_node_without_devices_but_not_in_the_mode_without_graphs(
     packages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert find_backend(create_settings(alone=True), devices=packages) is BackendChoice.NXD
+    assert find_backend(create_settings(is_dry_run=True), devices=packages) is BackendChoice.NXD
     monkeypatch.setenv("NXD_CPU_MODE", "1")
     with pytest.raises(UserError, match="NXD_CPU_MODE is set, with which NxD makes no graphs to compile: unset it"):
-        find_backend(create_settings(alone=True), devices=packages)
+        find_backend(create_settings(is_dry_run=True), devices=packages)
 
 
 def test_a_node_that_cannot_be_divided_by_four_is_refused(packages: Path) -> None:
