@@ -95,7 +95,7 @@ def _find_result_path(row: Row, options: argparse.Namespace) -> Path:
     return folder / f"{row.file_stem}-{suffix}.json"
 
 
-def _parse_requested_runs(row: Row, options: argparse.Namespace) -> int:
+def _count_requested_runs(row: Row, options: argparse.Namespace) -> int:
     return min(int(options.runs), row.runs)
 
 
@@ -110,13 +110,13 @@ def _read_previous_result(row: Row, options: argparse.Namespace) -> RowResult | 
 
 def _is_complete(row: Row, options: argparse.Namespace) -> bool:
     previous = _read_previous_result(row, options)
-    return previous is not None and len(previous.runs) >= _parse_requested_runs(row, options)
+    return previous is not None and len(previous.runs) >= _count_requested_runs(row, options)
 
 
 def _run_row(env: FaultEnvironment, row: Row, options: argparse.Namespace) -> None:
     cluster = ClusterKind.KUBELETS if options.cluster == "existing" else ClusterKind.DEVCLUSTER
     previous = _read_previous_result(row, options) or RowResult(row.row, cluster, options.seed)
-    requested = RequestedRuns(row.row, options.seed, range(len(previous.runs), _parse_requested_runs(row, options)))
+    requested = RequestedRuns(row.row, options.seed, range(len(previous.runs), _count_requested_runs(row, options)))
     log(f"row {row.row}: {row.fault}, {len(requested.runs)} run{'s' if len(requested.runs) > 1 else ''}")
     started_at = time.monotonic()
     results: list[RunResult] = []
@@ -138,7 +138,7 @@ def _run_row(env: FaultEnvironment, row: Row, options: argparse.Namespace) -> No
         deviations=(*previous.deviations, *requested.deviations),
         skipped=skipped,
         duration_seconds=round(previous.duration_seconds + time.monotonic() - started_at, 1),
-        requested_runs=_parse_requested_runs(row, options),
+        requested_runs=_count_requested_runs(row, options),
         commits=tuple(sorted({*previous.commits, read_commit()})),
     ).save(_find_result_path(row, options))
 

@@ -1,4 +1,4 @@
-"""PURE. Refuse fields that are given and without effect, because another field switches them off, and conflicts.
+"""Refuse fields that are given and without effect, because another field switches them off, and conflicts.
 
 One table has a model's fields and the switches that they need, another the values that are refused together. The check
 of a configuration and the CEL rules of the definition both follow from them.

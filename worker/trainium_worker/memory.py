@@ -33,7 +33,7 @@ import torch.distributed.checkpoint as dcp
 
 import trainium_worker
 from trainium_worker.dcp import MemoryReader, MemoryWriter
-from trainium_worker.dcp.saver import Saver
+from trainium_worker.dcp.saver import VALUES_PREFIX, Saver
 from trainium_worker.model_state import (
     ModelTensors,
     create_optimizer_tensors,
@@ -119,7 +119,7 @@ def hold(
         tensors, rest = _collect_tensors(model, optimizer)
         saved_groups = [{**group, **saved} for group, saved in zip(rest["param_groups"], options)]
         values_now = ({**rest, "param_groups": saved_groups}, get_values(), True)
-        return {**tensors, "values.0": _to_tensor(pickle.dumps(values_now))}
+        return {**tensors, f"{VALUES_PREFIX}0": _to_tensor(pickle.dumps(values_now))}
 
     inner: Any = optimizer
     while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
@@ -139,7 +139,7 @@ def _collect(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: A
     tensors, rest = _collect_tensors(model, optimizer)
     rank = _rank()
     own = None if is_same and rank else values() if callable(values) else values
-    return {**tensors, f"values.{rank}": _get_saver().pack(pickle.dumps((rest, own, is_same)))}
+    return {**tensors, f"{VALUES_PREFIX}{rank}": _get_saver().pack(pickle.dumps((rest, own, is_same)))}
 
 
 def _collect_tensors(
@@ -202,7 +202,7 @@ def _select_values(packed: list[tuple[dict[str, Any], Any, bool]]) -> list[Any]:
 def _read_packed(reader: MemoryReader) -> list[tuple[dict[str, Any], Any, bool]]:
     """Return the rest of the optimizer's state, the values, and whether they are the same, of each rank that saved."""
     metadata: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    names = sorted((name for name in metadata if name.startswith("values.")), key=_number)
+    names = sorted((name for name in metadata if name.startswith(VALUES_PREFIX)), key=_number)
     loaded: dict[str, Any] = {name: torch.empty(metadata[name].size, dtype=torch.uint8) for name in names}
     dcp.load(loaded, storage_reader=reader, process_group=reader.session.group)
     return [pickle.loads(packed.numpy().tobytes()) for packed in loaded.values()]  # noqa: S301 - written by this job

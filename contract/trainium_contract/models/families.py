@@ -1,4 +1,4 @@
-"""PURE. The families of models that can be trained; a new one is a module of this package and a line here."""
+"""The families of models that can be trained; a new one is a module of this package and a line here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE. Describe a family of models: its `config.json`, and its presets.
+"""Describe a family of models: its `config.json`, and its presets.
 
 A family is one module of this package, listed in `families`. What its models compute beside Llama are fields of
 `ModelShape`.

@@ -1,4 +1,4 @@
-"""PURE. Gemma 3 for text: norms at both ends of each branch, windows in five of six layers, a scaled embedding."""
+"""Gemma 3 for text: norms at both ends of each branch, windows in five of six layers, a scaled embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE. Granite: Llama with multipliers of embedding, residual branches, attention scores and logits."""
+"""Granite: Llama with multipliers of embedding, residual branches, attention scores and logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE. Llama: the presets (the models' own `config.json`) and two small shapes for a CPU."""
+"""Llama: the presets (the models' own `config.json`) and two small shapes for a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE. Mistral and Ministral: Llama whose layers may see a window of the latest positions only.
+"""Mistral and Ministral: Llama whose layers may see a window of the latest positions only.
 
 Ministral has the window in some layers. Ministral 3 has none; its queries grow with the position.
 """

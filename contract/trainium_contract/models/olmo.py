@@ -1,4 +1,4 @@
-"""PURE. OLMo 2 and OLMo 3: norms after the branches, and of all heads of queries and keys; OLMo 3 with windows."""
+"""OLMo 2 and OLMo 3: norms after the branches, and of all heads of queries and keys; OLMo 3 with windows."""
 
 from __future__ import annotations
 

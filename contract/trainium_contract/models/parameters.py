@@ -1,4 +1,4 @@
-"""PURE. Define the parameters of a model in one list: names, sizes, division, initial values.
+"""Define the parameters of a model in one list: names, sizes, division, initial values.
 
 Tensor parallelism, pipelines, adapters, initialization, the memory estimate, export, conversion and backend Nxd all
 read this list.

@@ -1,4 +1,4 @@
-"""PURE. Qwen2 and Qwen2.5: Llama with biases of query, key and value, and a window that may be switched on."""
+"""Qwen2 and Qwen2.5: Llama with biases of query, key and value, and a window that may be switched on."""
 
 from __future__ import annotations
 

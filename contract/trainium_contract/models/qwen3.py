@@ -1,4 +1,4 @@
-"""PURE. Qwen3: Llama that normalizes each head of queries and keys, with a head width apart from the hidden size."""
+"""Qwen3: Llama that normalizes each head of queries and keys, with a head width apart from the hidden size."""
 
 from __future__ import annotations
 

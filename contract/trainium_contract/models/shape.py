@@ -1,4 +1,4 @@
-"""PURE. Define every number of a model.
+"""Define every number of a model.
 
 Guarantees:
 - A shape is complete: network, parameters, memory and `config.json` follow from it.

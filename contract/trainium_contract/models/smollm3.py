@@ -1,4 +1,4 @@
-"""PURE. SmolLM3: Llama of which every fourth layer does not rotate queries and keys."""
+"""SmolLM3: Llama of which every fourth layer does not rotate queries and keys."""
 
 from __future__ import annotations
 

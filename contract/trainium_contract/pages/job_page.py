@@ -78,8 +78,8 @@ _STATE_COLOURS = {
     WorkerState.FAILED: BAD,
 }
 _NOT_RECORDED = (
-    "Known are the workers that are there, who is a member since the generation in force began, and whom the history "
-    "names; what else a worker was before, and workers that went without an interruption, are not recorded."
+    "Shown are the present workers, the members since the current generation began, and the workers in the history. "
+    "Earlier states, and workers that left without an interruption, are not recorded."
 )
 _KEY = "green: runs (members, where that is known); grey: runs, no member; yellow: pending; red: anything else"
 
@@ -270,7 +270,7 @@ def _render_timeline(workers: Timeline, begin: float, end: float) -> str:
         if state in states
     )
     notes = "".join(f"<p class=soft>{escape(note)}</p>" for note in (_describe_omitted(workers), _NOT_RECORDED) if note)
-    return f'<h2>Who was what when</h2>{drawn}<p class="legend">{"".join(keys)}</p>{notes}'
+    return f'<h2>States of the workers</h2>{drawn}<p class="legend">{"".join(keys)}</p>{notes}'
 
 
 def _describe_omitted(workers: Timeline) -> str:

@@ -1,4 +1,4 @@
-"""PURE. Compute how many files and sockets a process of a job opens, from the size of its world.
+"""Compute how many files and sockets a process of a job opens, from the size of its world.
 
 Connections between ranks are opened at their first use, so most ranks hold a number that grows with the logarithm of
 the world. One process is the hub: the agent of the first node serves the store that all ranks and agents connect to, or

@@ -1,4 +1,4 @@
-"""PURE. Estimate a job's device memory, node memory and /dev/shm, from the sizes of model and world. Bytes everywhere.
+"""Estimate a job's device memory, node memory and /dev/shm, from the sizes of model and world. Bytes everywhere.
 
 State, gradients and snapshots follow from the allocations of backends and tiers (the table in docs/parallelism.md).
 Activations are an estimate by tensors that the backward pass keeps (arXiv 2205.05198, section 4), without the runtime's

@@ -1,4 +1,4 @@
-"""PURE. Compute the resource requests of a worker pod, and whether the instance type can hold the job.
+"""Compute the resource requests of a worker pod, and whether the instance type can hold the job.
 
 A worker uses a known instance type as a whole, or its share of devices. It requests what its processes, snapshots and
 saves need (`memory_estimate`), at most 85 % of that share, so that the node's reserve never excludes it. For unknown

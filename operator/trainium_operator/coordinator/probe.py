@@ -64,17 +64,17 @@ class Prober:
                 await asyncio.sleep(_INTERVAL_SECONDS)
                 if self._is_serving():
                     self._report_silence()
-                    self._probe_targets(probes)
+                    self._probe_all(probes)
 
     def _report_silence(self) -> None:
         for namespace, job in self._state.find_newly_silent():
             self._notify(namespace, job, True)
 
-    def _probe_targets(self, probes: asyncio.TaskGroup) -> None:
+    def _probe_all(self, probes: asyncio.TaskGroup) -> None:
         """Start the probes that are not running yet."""
         busy = {job_id for job_id, _ in self._pending}
         self._slots_of = {job_id: slots for job_id, slots in self._slots_of.items() if job_id in busy}
-        for target in self._state.probe_targets():
+        for target in self._state.list_probe_targets():
             if (target.job_id, target.pod_uid) not in self._pending:
                 self._pending.add((target.job_id, target.pod_uid))
                 probes.create_task(self._probe_with_limits(target))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _reported_fields = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))
 """Fields whose change the plan sees at once. Called a thousand times a second, so implemented in C."""
-_OUTSIDER_PHASES = (WorkerPhase.PREFLIGHT, WorkerPhase.STANDBY)
+_NON_MEMBER_PHASES = (WorkerPhase.PREFLIGHT, WorkerPhase.STANDBY)
 _PROBE_AGAIN_SECONDS = 30.0
 """Pause before a port that has never answered is probed again."""
 
@@ -246,7 +246,7 @@ class CoordinatorState:
                 agent.silence_reported = silent
         return job_keys
 
-    def probe_targets(self) -> list[ProbeTarget]:
+    def list_probe_targets(self) -> list[ProbeTarget]:
         """Return the members to probe: once while they send messages, and whenever they are silent."""
         now = self._wall_clock()
         targets = []
@@ -329,8 +329,8 @@ class CoordinatorState:
         current = job.generation
         if current and request.generation > current + MAX_GENERATION_LEAD:
             raise FutureGenerationError(request.generation, current)
-        is_spare = request.pod_uid not in job.members and request.phase in _OUTSIDER_PHASES
-        if 0 < request.generation < current and not is_spare:  # of which its generation is independent
+        is_spare = request.pod_uid not in job.members and request.phase in _NON_MEMBER_PHASES
+        if 0 < request.generation < current and not is_spare:  # a spare may not have received the newest generation
             raise OldGenerationError(request.generation, current)
         agent = job.agents[request.pod_uid]
         old = agent.view.heartbeat

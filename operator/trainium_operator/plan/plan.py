@@ -63,8 +63,8 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
         return _finalize(context, _plan_failure(completion.rewind_to_end(context), result, verdict))
     is_unadmitted = context.grant is not None and context.grant.releases_workers
     if not (context.job.spec.suspend or is_unadmitted):
-        lost_uids = [failed.member.pod_uid for failed in diagnosis.failed_members]
-        result = result.combine(in_place_restarts.record_restarts(context, result.status, lost_uids=lost_uids))
+        failed_uids = [failed.member.pod_uid for failed in diagnosis.failed_members]
+        result = result.combine(in_place_restarts.record_restarts(context, result.status, failed_uids=failed_uids))
         result = result.replace_status(
             interruptions.record_failed_members(context, result.status, diagnosis.failed_members)
         )

@@ -296,7 +296,7 @@ class _CoordinatorHarness:
         elif "gone" in message:
             self._operator.state.forget_pod(JOB, f"uid-{message['gone']}"[:64])
         elif "port" in message:
-            for target in self._operator.state.probe_targets():
+            for target in self._operator.state.list_probe_targets():
                 self._operator.state.record_port_open(target)
                 self._operator.state.record_port_refused(target)
             self._operator.state.find_newly_silent()

@@ -156,7 +156,7 @@ def test_a_page_shows_each_workers_states_and_what_is_not_recorded() -> None:
     report = JobReport(view, read_interruptions(read_public_status(job)), current_members, None, (), (), pods)
     page = Page(report_html(report, NOW))
     assert page.open == []
-    for text in ("Who was what when", "llama-w-1: member of generation 1", "llama-w-2 on node-1: ranks 1",
+    for text in ("States of the workers", "llama-w-1: member of generation 1", "llama-w-2 on node-1: ranks 1",
                   "are not recorded", "Nov 23 02:07"):  # fmt: skip
         assert text in page.text
     later = render_live_job(report, NOW)

@@ -96,8 +96,8 @@ def test_a_generation_number_that_is_used_twice_is_found_at_once(monkeypatch: py
 def test_a_restart_counted_repeatedly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     record_restarts = in_place_restarts.record_restarts
 
-    def record_without_attempt(context: Any, status: Any, *, lost_uids: Any) -> Any:
-        result = record_restarts(context, status, lost_uids=lost_uids)
+    def record_without_attempt(context: Any, status: Any, *, failed_uids: Any) -> Any:
+        result = record_restarts(context, status, failed_uids=failed_uids)
         return result.replace_status(result.status.replaced(membership=status.membership))
 
     monkeypatch.setattr(in_place_restarts, "record_restarts", record_without_attempt)

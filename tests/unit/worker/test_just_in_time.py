@@ -8,11 +8,12 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 import trainium_worker
-from tests.testing.suite.timeouts import scaled
+from tests.testing.suite.timeouts import scaled, until
 from tests.unit.worker.programs import SimulatedJob, save_each_step
 from trainium_worker.dcp.just_in_time import JustInTimeSave
 from trainium_worker.dcp.session import Session
@@ -176,8 +177,10 @@ def test_a_request_to_a_process_that_does_not_listen_or_answer_is_not_waited_for
         process.stdout.readline()
         assert request_save(record, scaled(20))
         os.kill(process.pid, signal.SIGSTOP)
-        assert not request_save(record, 60.0), "stopped"
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, lambda: "it runs")
+        was_saved = request_save(record, 60.0)
         process.kill()
+        assert not was_saved, "stopped"
     assert request_path(record).is_socket()
     assert not request_save(record, 60.0), "ended"
     listen(record, lambda: True)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SMOOTHED_OVER = 50
-"""The fraction of the run over which the thick line is a mean."""
+"""The thick line is a mean over the steps of the run divided by this."""
 _FEWEST_TO_SMOOTH = 100
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
 _MARKERS = "osv^D"

@@ -65,8 +65,8 @@ class Diagnosis:
 def diagnose(context: PlanContext) -> Diagnosis:
     """Return the failed members, those that leave now, and when the others must leave."""
     failed_members, requeue_at = find_failed_members(context)
-    lost_uids = {failed.member.pod_uid for failed in failed_members}
-    leaving = [pair for pair in find_leaving_members(context) if pair[0].pod_uid not in lost_uids]
+    failed_uids = {failed.member.pod_uid for failed in failed_members}
+    leaving = [pair for pair in find_leaving_members(context) if pair[0].pod_uid not in failed_uids]
     if not leaving:
         return Diagnosis(failed_members=failed_members, requeue_at=requeue_at)
     known_since = context.job.status.leaving_since

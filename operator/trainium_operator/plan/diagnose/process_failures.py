@@ -248,15 +248,15 @@ def detect_process_failure(context: PlanContext, member: Member, worker: Worker)
         return None
     given_up = find_give_up_failure(context, worker)
     if given_up is not None and not given_up[1].indirect:
-        return _build_loss(context, member, worker, *given_up)
+        return _build_failed_member(context, member, worker, *given_up)
     node_failure = _find_replacing_failure(context, heartbeat)
     if node_failure is not None:
-        return _build_loss(context, member, worker, *node_failure)
+        return _build_failed_member(context, member, worker, *node_failure)
     repeated = find_repeated_sole_report(context, member, heartbeat)
     if repeated is None:
         return None
     failure, classification = repeated
-    return _build_loss(
+    return _build_failed_member(
         context, member, worker, failure, classification, suffix=", and no other worker did, more than once"
     )
 
@@ -324,7 +324,7 @@ def _find_replacing_failure(
     return None
 
 
-def _build_loss(
+def _build_failed_member(
     context: PlanContext,
     member: Member,
     worker: Worker,

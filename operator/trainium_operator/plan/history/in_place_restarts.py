@@ -30,32 +30,32 @@ _STARTING = (WorkerPhase.JOINING, WorkerPhase.LOADING)
 
 
 def record_restarts(
-    context: PlanContext, status: TrainingJobStatus, *, lost_uids: Collection[str] = ()
+    context: PlanContext, status: TrainingJobStatus, *, failed_uids: Collection[str] = ()
 ) -> PolicyResult:
     """Open an interruption for each attempt that is not recorded yet.
 
-    While a member is lost, the others restart because of it: their restarts belong to that interruption unless another
-    member caused them, or the lost one itself restarted with them before it was lost. `lost_uids`: the pod uids of lost
+    While a member has failed, the others restart because of it: their restarts belong to that interruption unless
+    another member caused them, or the failed one itself restarted with them before. failed_uids: the pods of failed
     members.
     """
     if context.current is None or status.membership.generation != context.current.generation:
         return PolicyResult(status=status)
     newest = max((heartbeat.attempt for _, heartbeat in context.heartbeats), default=0)
     for attempt in range(max(status.membership.attempt, newest - HISTORY_LENGTH), newest):
-        all_reported = not lost_uids and _have_all_reported(context, newest)
+        all_reported = not failed_uids and _have_all_reported(context, newest)
         culprit = find_culprit(context, attempt, all_reported=all_reported)
-        if culprit is None and not lost_uids and not all_reported:
+        if culprit is None and not failed_uids and not all_reported:
             return PolicyResult(status=status, requeue_at=(context.now + HEARTBEAT_SECONDS,))
-        if not lost_uids or (culprit is not None and not _is_loss(context, attempt, culprit, lost_uids)):
+        if not failed_uids or (culprit is not None and not _is_failure(context, attempt, culprit, failed_uids)):
             status = _open_interruption(context, status, attempt, culprit)
         status = status.replaced(membership=status.membership.replaced(attempt=attempt + 1))
     return PolicyResult(status=status)
 
 
-def _is_loss(context: PlanContext, attempt: int, culprit: Culprit, lost_uids: Collection[str]) -> bool:
+def _is_failure(context: PlanContext, attempt: int, culprit: Culprit, failed_uids: Collection[str]) -> bool:
     """Return whether the culprit is lost and did not start another attempt after this one."""
     uid = culprit.member.pod_uid
-    return uid in lost_uids and all(
+    return uid in failed_uids and all(
         heartbeat.attempt <= attempt for member, heartbeat in context.heartbeats if member.pod_uid == uid
     )
 

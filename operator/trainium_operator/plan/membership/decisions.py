@@ -74,10 +74,10 @@ _CREATION_ROUNDING = 1.0
 def replace_failed(
     context: PlanContext, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]
 ) -> Decision:
-    """Form the next generation without the failed members; None while too few workers are available."""
+    """Form the next generation without the failed members, or wait while too few workers are available."""
     assert context.current is not None
-    lost_uids = {failed.member.pod_uid for failed in failed_members}
-    survivors = tuple(member for member in context.current.members if member.pod_uid not in lost_uids)
+    failed_uids = {failed.member.pod_uid for failed in failed_members}
+    survivors = tuple(member for member in context.current.members if member.pod_uid not in failed_uids)
     survivors, returned = complete_units(survivors, context.workers, context.joinable, context.unit_nodes)
     newcomers = (*returned, *list_joiners(context))
     available = len(survivors) + len(newcomers)
@@ -168,7 +168,7 @@ def record_size_request(context: PlanContext, status: StatusT, desired: int) -> 
 
 
 def resize(context: PlanContext, status: TrainingJobStatus) -> Decision:
-    """Form the next generation at another size; None if the size fits, or not yet."""
+    """Form the next generation at another size, if the size does not fit and enough workers are ready."""
     assert context.current is not None
     present, desired = len(context.current.members), status.desired
     if any(worker is not None and worker.finished for _, worker in context.members):

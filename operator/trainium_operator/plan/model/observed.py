@@ -168,7 +168,7 @@ class PodView:
 
 @dataclass(frozen=True, slots=True)
 class StrayPod:
-    """A running pod with the name of a worker that is none: it was orphaned, or its labels were removed."""
+    """A running pod that has the name of a worker but is none: it was orphaned, or its labels were removed."""
 
     job: str
     """Name of the job that it was created for."""

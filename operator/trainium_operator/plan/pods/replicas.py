@@ -90,13 +90,13 @@ def reconcile_pods(
 def _reconcile_pods(
     context: PlanContext, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]
 ) -> PolicyResult:
-    lost_uids = {failed.member.pod_uid for failed in failed_members}
+    failed_uids = {failed.member.pod_uid for failed in failed_members}
     deletions: list[DeletePod] = []
     for failed in failed_members:
         if failed.worker is not None and not failed.keeps_pod:
             deletions += build_deletion(failed.worker, force=failed.force_delete)
     broken = find_broken_units(context, status)
-    non_members, result = _sort_outsiders(context, status, broken)
+    non_members, result = _sort_non_members(context, status, broken)
     result = PolicyResult(status=status, actions=tuple(deletions)).combine(result)
     status = result.status.replaced(start_failures=record_start_failures(context, result.status))
     # Failures that this plan has counted: replacements must avoid their nodes.
@@ -104,11 +104,13 @@ def _reconcile_pods(
     status = status.replaced(avoided_nodes=add_refusing_nodes(avoid, status, context.now))
     # Members that a smaller generation leaves out still count: they become its spares, or surplus once it trains.
     replaced = broken | {find_unit(worker.pod) for _, worker in find_members_to_move(context)}
-    staying = [worker for member, worker in context.members if worker is not None and member.pod_uid not in lost_uids]
+    staying = [worker for member, worker in context.members if worker is not None and member.pod_uid not in failed_uids]
     wanted_extras = _count_extras_to_keep(context, status)
     requested = status.desired - status.idle_nodes.taken + _count_spares_to_keep(context)
     extras = sum(worker.pod.extra for worker in non_members) + sum(
-        worker is not None and worker.pod.extra for member, worker in context.members if member.pod_uid not in lost_uids
+        worker is not None and worker.pod.extra
+        for member, worker in context.members
+        if member.pod_uid not in failed_uids
     )
     # An extra beyond the wanted ones counts as a requested worker.
     counted = [find_unit(worker.pod) for worker in (*staying, *non_members)][min(extras, wanted_extras) :]
@@ -126,10 +128,10 @@ def _is_superseded(context: PlanContext, status: PublicStatus) -> bool:
     return context.current is not None and status.membership.generation > context.current.generation
 
 
-def _sort_outsiders(
+def _sort_non_members(
     context: PlanContext, status: TrainingJobStatus, broken: frozenset[str]
 ) -> tuple[list[Worker], PolicyResult]:
-    """Return non_members that count; delete the others, except the evidence of workers that do not start."""
+    """Return the workers beside the members; delete those that do not count, but not the evidence of a failed start."""
     evidence = _list_workers_kept_for_logs(context)
     usable: list[Worker] = []
     deletions: list[DeletePod] = []
@@ -181,7 +183,7 @@ def _list_workers_kept_for_logs(context: PlanContext) -> tuple[Worker, ...]:
 
 
 def _has_left(context: PlanContext, status: PublicStatus, worker: Worker) -> bool:
-    """Return whether an outsider on a bad node no longer runs a process of a generation, or never did."""
+    """Return whether a worker that is no member runs no process of a generation any more, or never did."""
     heartbeat = worker.heartbeat
     is_idle = heartbeat is None or heartbeat.phase is WorkerPhase.STANDBY
     return is_idle or context.current is None or (context.is_settled and not _is_superseded(context, status))
@@ -200,7 +202,7 @@ def _is_unschedulable(worker: Worker, released: frozenset[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _OutsiderFailure:
+class _NonMemberFailure:
     """The failure of a worker that never became a member; it counts once, by the pod's name."""
 
     cause: Cause
@@ -212,7 +214,7 @@ class _OutsiderFailure:
     """Failures with the same series are one event with a count; numbers in a message (ordinals, times) are ignored."""
 
 
-def _detect_failure(context: PlanContext, memory: InternalStatus, worker: Worker) -> _OutsiderFailure | None:
+def _detect_failure(context: PlanContext, memory: InternalStatus, worker: Worker) -> _NonMemberFailure | None:
     failed = worker.pod.phase is PodPhase.FAILED
     if not (failed or worker.has_given_up) or failure_budgets.has_record(memory, worker.pod.name):
         return None
@@ -228,20 +230,20 @@ def _was_deleted(context: PlanContext, worker: Worker) -> bool:
 
 
 def _count_failure(
-    context: PlanContext, memory: InternalStatus, failure: _OutsiderFailure
+    context: PlanContext, memory: InternalStatus, failure: _NonMemberFailure
 ) -> tuple[FailureRecord, ...]:
     record = FailureRecord(at=context.now, cause=failure.cause, pod=failure.pod, node=failure.node)
     return failure_budgets.record_failure(memory.failures, record, context.job.spec.recovery)
 
 
-def _find_ended_pod_failure(context: PlanContext, worker: Worker) -> _OutsiderFailure:
+def _find_ended_pod_failure(context: PlanContext, worker: Worker) -> _NonMemberFailure:
     pod = worker.pod
     cause = classify_ended_pod(pod, context.job.spec.recovery.rules).cause
     evicted_for = find_eviction_cause(pod)
     is_node_blamed = has_failed_by_itself(pod) if evicted_for is None else suspects_node(cause)
     blamed_node = pod.node if is_node_blamed else ""
     kind, message = _describe_end(pod, cause)
-    return _OutsiderFailure(
+    return _NonMemberFailure(
         cause=cause if evicted_for is not None or get_budget(cause) is None else Cause.POD_LOST,
         pod=pod.name,
         node=blamed_node,
@@ -258,13 +260,13 @@ def _describe_end(pod: PodView, cause: Cause) -> tuple[str, str]:
     return f" ({cause.value}{code})", pod.message or pod.reason
 
 
-def _find_preflight_failure(context: PlanContext, worker: Worker) -> _OutsiderFailure | None:
+def _find_preflight_failure(context: PlanContext, worker: Worker) -> _NonMemberFailure | None:
     pod, heartbeat = worker.pod, worker.heartbeat
     if heartbeat is None or heartbeat.verdict is None:
         return None
     classification = classify_process_failure(heartbeat, heartbeat.verdict, context.job.spec.recovery.rules)
     is_node_blamed = suspects_node(classification.cause) and classification.response is not Response.REPLACE_WORKER
-    return _OutsiderFailure(
+    return _NonMemberFailure(
         cause=classification.cause,
         pod=pod.name,
         node=pod.node if is_node_blamed else "",

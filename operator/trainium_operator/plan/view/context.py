@@ -117,12 +117,12 @@ class PlanContext:
 
     @cached_property
     def joinable(self) -> tuple[Worker, ...]:
-        """Return non_members on good nodes that can join at once, also those that complete a unit only, by ordinal."""
+        """Return the workers that can join at once, on good nodes, also those that only complete a unit, by ordinal."""
         return tuple(worker for worker in self.non_members if worker.warm and not is_unfit(self, worker))
 
     @cached_property
     def candidates(self) -> tuple[Worker, ...]:
-        """Return non_members on good nodes that can join at once, in whole units, by ordinal."""
+        """Return the workers that can join at once, on good nodes, in whole units, by ordinal."""
         return select_whole_units(self.joinable, self.unit_nodes)
 
     @cached_property

@@ -45,7 +45,7 @@ async def probe_once(prober: Prober) -> None:
     """Do what `run` does in one interval, and wait for its probes."""
     prober._report_silence()
     async with asyncio.TaskGroup() as probes:
-        prober._probe_targets(probes)
+        prober._probe_all(probes)
 
 
 class ProberHarness:
@@ -164,7 +164,7 @@ def test_a_message_from_the_agent_clears_the_evidence(harness: ProberHarness) ->
 def test_a_refusal_older_than_a_message_is_ignored(harness: ProberHarness) -> None:
     harness.probe()
     harness.now += 2.5
-    (target, _) = harness.state.probe_targets()
+    (target, _) = harness.state.list_probe_targets()
     harness.send_heartbeats("a")
     assert not harness.state.record_port_refused(target)
     assert not harness.is_refused("a")

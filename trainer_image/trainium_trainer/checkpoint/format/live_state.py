@@ -83,7 +83,7 @@ class TensorPart(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse every operation."""
-        raise TypeError(f"{func} on a Part: use its local tensor")
+        raise TypeError(f"{func} on a TensorPart: use its local tensor")
 
     @property
     def local(self) -> Tensor:

@@ -165,10 +165,10 @@ class PartialFolder:
             self.path.mkdir(parents=True)
             _write_durably(plan, json.dumps(key))
         self.shards: list[Shard] = []
-        while (note := self._read_progress(len(self.shards))).exists():
-            self.shards.append(Shard.from_json(json.loads(note.read_text(encoding="utf-8"))))
+        while (record := self._build_record_path(len(self.shards))).exists():
+            self.shards.append(Shard.from_json(json.loads(record.read_text(encoding="utf-8"))))
 
-    def _read_progress(self, number: int) -> Path:
+    def _build_record_path(self, number: int) -> Path:
         return self.path / f"tokens-{number:05d}.json"
 
     @property
@@ -239,7 +239,7 @@ class PartialFolder:
     def _record_shard(self, writer: ShardWriter, blocks: int) -> None:
         """Record a finished file, which a resumed build reuses."""
         shard = writer.finish(blocks)
-        _write_durably(self._read_progress(len(self.shards)), json.dumps(asdict(shard)))
+        _write_durably(self._build_record_path(len(self.shards)), json.dumps(asdict(shard)))
         self.shards.append(shard)
 
     def _create_manifest(self, vocabulary: int, end: int) -> PreparedManifest:
