@@ -52,7 +52,10 @@ def main() -> None:
     parser.add_argument(
         "--seconds-per-step", type=float, default=0.0, help="a pause, to make a step as long as a real one"
     )
+    parser.add_argument("--pid-file", type=Path, help="write the process id of the rank to it")
     options = parser.parse_args()
+    if options.pid_file is not None:
+        options.pid_file.write_text(str(os.getpid()))
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
