@@ -38,7 +38,7 @@ class Program:
 
     title: str
     arguments: tuple[str, ...]
-    """Of Python; `{folder}` stands for the folder of the run."""
+    """Arguments of Python; `{folder}` stands for the folder of the run."""
     first_fault: int = 75
     """Step of the first fault, in the second epoch or later."""
     committed: str = _CHECKPOINTS

@@ -38,9 +38,9 @@ class Noise:
     """Largest absolute differences of the mean reward of undisturbed runs."""
 
     same_run_again: float
-    """Of any step."""
+    """The largest difference in any step."""
     one_rank: float
-    """Of the means over 50 steps, as the next one: its sums round otherwise, which may change an answer."""
+    """The largest difference of means over 50 steps, as in `other_seeds`: sums of one rank are rounded differently."""
     other_seeds: float
 
 
@@ -51,7 +51,7 @@ class DisturbedRun:
     completed: bool
     killed_servers: int
     servers_replaced: int
-    """As the operator counted."""
+    """The number of replaced servers in the status."""
     interruptions: tuple[str, ...]
     """Causes and responses in the job's history."""
     generations: int

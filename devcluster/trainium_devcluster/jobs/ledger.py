@@ -125,7 +125,7 @@ def read_ledger(folder: Path) -> Ledger:
     computations: dict[tuple[int, float], Computation] = defaultdict(Computation)
     ended_ranks = 0
     unfinished: list[tuple[int | None, float, list[int]]] = []
-    """Of each rank the last step that it ended, if any, its start, and the samples of the step that it did not end."""
+    """For each rank: the last step that it ended, if any, its start, and the samples of the unfinished step."""
     for path in sorted(folder.glob("samples-*.jsonl")):
         ended_step: int | None = None
         start = 0.0
